@@ -1,0 +1,59 @@
+"""hikv: KV-cache pages between GPU, pinned host memory and storage, in any layout.
+
+Names are imported when first used, so `import hikv` loads neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hikv.buffer import KVBuffer
+    from hikv.errors import (
+        ArgumentError,
+        CapacityError,
+        DriverError,
+        HikvError,
+        PathUnavailable,
+    )
+    from hikv.layout import list_layouts
+    from hikv.plan import CopyPlan, plan_transfer
+    from hikv.spec import KVSpec
+
+_HOMES = {
+    "ArgumentError": "hikv.errors",
+    "CapacityError": "hikv.errors",
+    "CopyPlan": "hikv.plan",
+    "DriverError": "hikv.errors",
+    "HikvError": "hikv.errors",
+    "KVBuffer": "hikv.buffer",
+    "KVSpec": "hikv.spec",
+    "PathUnavailable": "hikv.errors",
+    "list_layouts": "hikv.layout",
+    "plan_transfer": "hikv.plan",
+}
+__all__ = [  # noqa: PLE0604
+    "ArgumentError",
+    "CapacityError",
+    "CopyPlan",
+    "DriverError",
+    "HikvError",
+    "KVBuffer",
+    "KVSpec",
+    "PathUnavailable",
+    "list_layouts",
+    "plan_transfer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hikv' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,258 @@
+"""`KVBuffer`: memory (one tensor, or one tensor per layer) + layout + spec.
+
+Whatever the memory's form, a buffer ends as one `Region` per component: base addresses and the real
+byte stride of every axis. Nothing above this file asks how the memory came about, and nothing
+here guesses: a layout is declared, strides are read, and a mismatch is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from hikv.pinned import allocate_pinned
+
+from hikv.errors import ArgumentError
+from hikv.layout import get_layout
+from hikv.region import (
+    Region,
+    as_grid,
+    check_width,
+    dense_region,
+    layer_region,
+    read_layers,
+    read_tensor,
+)
+from hikv.spec import KVSpec
+
+
+@dataclass(frozen=True, eq=False)
+class KVBuffer:
+    """Pages of KV in memory: a pool of ours, or an engine's own tensors seen without a copy.
+
+    Build one with `empty`, `from_tensor` or `from_layers`.
+
+    Attributes:
+        spec: geometry of a page.
+        num_pages: pages the memory holds.
+        layout: name of the layout, or `"layers"` for a pool of one tensor per layer.
+        device: where the memory is.
+        pinned: host memory that kernels and the copy engine can reach.
+        regions: one `Region` per component of the spec.
+    """
+
+    spec: KVSpec
+    num_pages: int
+    layout: str
+    device: torch.device
+    pinned: bool
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def empty(
+        cls,
+        spec: KVSpec,
+        layout: str,
+        num_pages: int,
+        *,
+        device: torch.device | str = "cpu",
+        pinned: bool = False,
+    ) -> KVBuffer:
+        """Allocate an uninitialised dense pool of exactly `num_pages · spec.bytes_per_page` bytes.
+
+        With `pinned`, host memory that is page-locked, near the GPU and freed with the buffer.
+
+        Raises:
+            ArgumentError: unknown layout, `num_pages` below 1, or `pinned` on a device.
+            CapacityError: pinned memory beyond the budget; both numbers are in the message.
+        """
+        layout_row = get_layout(layout)
+        layout_row.order(spec)
+        if num_pages < 1:
+            raise ArgumentError(
+                "num_pages", expected="at least 1", got=num_pages, remedy="ask for a page or more"
+            )
+        device = torch.device(device)
+        nbytes = num_pages * spec.bytes_per_page
+        if not pinned:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        elif device.type == "cpu":
+            page_bytes = spec.bytes_per_page
+            memory = allocate_pinned(nbytes, page_bytes=page_bytes).tensor
+        else:
+            raise ArgumentError(
+                "pinned",
+                expected="False on a device, which has no pageable memory",
+                got=f"True on {device}",
+                remedy="drop pinned, or pass device='cpu'",
+            )
+        return cls._dense(memory, spec, layout, num_pages, pinned)
+
+    @classmethod
+    def from_tensor(
+        cls, tensor: torch.Tensor, spec: KVSpec, layout: str, *, pinned: bool | None = None
+    ) -> KVBuffer:
+        """See one tensor that already holds pages in `layout`; nothing is copied.
+
+        Args:
+            tensor: either of `spec.dtype` with one dimension per axis of the layout (`page` and
+                `token` may be one dimension of slots where they are neighbours), with any strides
+                whose rows are contiguous; or one-dimensional, dense, of `spec.dtype` or uint8.
+            pinned: whether kernels may reach it; `None` asks torch.
+
+        Raises `ArgumentError` on another dtype or shape, or on strides that overlap.
+        """
+        pinned = _is_pinned(tensor) if pinned is None else pinned
+        if tensor.ndim == 1:
+            num_pages = _flat_pages(tensor, spec)
+            return cls._dense(tensor.view(torch.uint8), spec, layout, num_pages, pinned)
+        if len(spec.components) > 1:
+            raise ArgumentError(
+                "tensor",
+                expected="a flat tensor, since K and V differ in width",
+                got=f"shape {tuple(tensor.shape)}",
+                remedy="pass tensor.view(-1), or one tensor per layer with from_layers",
+            )
+        component = spec.components[0]
+        sizes, strides = read_tensor("tensor", tensor, get_layout(layout).order(spec), spec)
+        check_width("tensor", sizes["dim"], component.width, spec)
+        address = np.array([[tensor.data_ptr()]], dtype=np.int64)
+        region = Region(component, as_grid([[tensor]]), address, sizes, strides)
+        return cls(spec, sizes["page"], layout, tensor.device, pinned, (region,))
+
+    @classmethod
+    def from_layers(
+        cls,
+        k_layers: Sequence[torch.Tensor],
+        v_layers: Sequence[torch.Tensor] | None,
+        spec: KVSpec,
+        *,
+        axes: str | None = None,
+        pinned: bool | None = None,
+    ) -> KVBuffer:
+        """See an engine's pool of one K and one V tensor per layer; nothing is copied.
+
+        Args:
+            k_layers, v_layers: `spec.num_layers` tensors each of `spec.dtype`; `v_layers` is
+                `None` for latent rows. All K tensors share shape and strides, and so do all V.
+                Views with gaps are fine as long as a row is contiguous.
+            axes: order of the dimensions; default `"page token head dim"` (latent: `"page token
+                dim"`). A pool with heads before tokens says `"page head token dim"`. `page` and
+                `token` may be one dimension of slots where they are neighbours.
+            pinned: whether kernels may reach it; `None` asks torch.
+
+        Raises `ArgumentError` on a wrong count, dtype, shape, row width, or overlapping strides.
+        """
+        default = "page token dim" if spec.latent else "page token head dim"
+        order = (axes or default).split()
+        if (v_layers is None) != spec.latent:
+            raise ArgumentError(
+                "v_layers",
+                expected="None for latent rows" if spec.latent else "one V tensor per layer",
+                got="None" if v_layers is None else f"{len(v_layers)} tensors",
+                remedy="pass the lists that the spec's rows need",
+            )
+        lists = [list(k_layers)] if v_layers is None else [list(k_layers), list(v_layers)]
+        names = ("k_layers", "v_layers")
+        widths = [c.width for c in spec.components for _ in range(c.kv)]
+        read = []
+        for name, tensors, width in zip(names, lists, widths, strict=False):
+            sizes, strides = read_layers(name, tensors, order, spec)
+            check_width(f"{name}[0]", sizes["dim"], width, spec)
+            read.append((sizes, strides))
+        merged = len(spec.components) < len(lists)
+        if read[0][0]["page"] != read[-1][0]["page"] or (merged and read[0] != read[1]):
+            raise ArgumentError(
+                "v_layers",
+                expected=f"the pages and strides of k_layers, {read[0]}",
+                got=read[-1],
+                remedy="pass the K and V tensors of one pool, both in the same order of axes",
+            )
+        if merged:
+            regions = [layer_region(spec.components[0], lists, *read[0])]
+        else:
+            regions = [
+                layer_region(component, [tensors], *own)
+                for component, tensors, own in zip(spec.components, lists, read, strict=True)
+            ]
+        pinned = _is_pinned(k_layers[0]) if pinned is None else pinned
+        device, num_pages = k_layers[0].device, read[0][0]["page"]
+        return cls(spec, num_pages, "layers", device, pinned, tuple(regions))
+
+    @classmethod
+    def _dense(
+        cls, memory: torch.Tensor, spec: KVSpec, layout: str, num_pages: int, pinned: bool
+    ) -> KVBuffer:
+        regions = []
+        for placement in get_layout(layout).place(spec, num_pages):
+            sizes = {
+                "page": num_pages,
+                "layer": spec.num_layers,
+                "group": spec.num_groups,
+                "token": spec.page_size,
+                "head": spec.heads_per_group,
+                "dim": placement.component.width,
+            }
+            regions.append(dense_region(placement, memory, sizes))
+        return cls(spec, num_pages, layout, memory.device, pinned, tuple(regions))
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of all pages; gaps between rows are not counted."""
+        return self.num_pages * self.spec.bytes_per_page
+
+    @cached_property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """Address ranges `[low, high)` that this buffer may touch, sorted."""
+        return tuple(sorted(e for region in self.regions for e in region.extents()))
+
+    def logical(self, pages: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """A copy of `pages` in canonical order, whatever the layout; for tests and tools.
+
+        Returns `[len(pages), layer, kv, token, head, dim]` of the spec's dtype on the buffer's
+        device. Where K and V differ in width, `kv` is 1 and `dim` holds K then V.
+        """
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        spec = self.spec
+        parts = []
+        for region in self.regions:
+            kv, width = region.component.kv, region.component.width
+            shape = (len(index), spec.num_layers, kv, spec.page_size, spec.num_kv_heads, width)
+            out = torch.empty(shape, dtype=spec.dtype, device=self.device)
+            for layers, kvs, view in region.tensors(spec.dtype):
+                # [page, layer, kv, group, token, head, dim] → heads of all groups together.
+                rows = view[index].permute(0, 1, 2, 4, 3, 5, 6)
+                out[:, layers, kvs] = rows.reshape(*rows.shape[:4], spec.num_kv_heads, width)
+            parts.append(out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def __repr__(self) -> str:
+        kind = "pinned" if self.pinned else str(self.device)
+        return f"KVBuffer({self.layout}, {self.num_pages} pages, {self.nbytes} B, {kind})"
+
+
+def _flat_pages(tensor: torch.Tensor, spec: KVSpec) -> int:
+    """Pages in a flat dense tensor of `spec.dtype` or bytes."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.dtype not in (spec.dtype, torch.uint8) or not tensor.is_contiguous():
+        raise ArgumentError(
+            "tensor",
+            expected=f"dense memory of {spec.dtype} or torch.uint8",
+            got=f"{tensor.dtype}, strides {tensor.stride()}",
+            remedy="pass the pool itself, not a strided slice of it",
+        )
+    if nbytes == 0 or nbytes % spec.bytes_per_page:
+        raise ArgumentError(
+            "tensor",
+            expected=f"a whole number of pages of {spec.bytes_per_page} B",
+            got=f"{nbytes} B",
+            remedy="cut the tensor to whole pages, or correct the spec",
+        )
+    return nbytes // spec.bytes_per_page
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()

@@ -1,0 +1,55 @@
+"""Every exception type of hikv.
+
+A message names the argument, what was expected, what came, and the remedy. Callers raise through
+the constructors below, so no message can leave one of the four out.
+"""
+
+from __future__ import annotations
+
+
+class HikvError(Exception):
+    """Base of every error that hikv raises on purpose."""
+
+
+class ArgumentError(HikvError, ValueError):
+    """A caller's value is wrong; raised before any byte moves.
+
+    Attributes: `argument` (its name), `expected`, `got` and `remedy`, all strings.
+    """
+
+    def __init__(self, argument: str, *, expected: str, got: object, remedy: str) -> None:
+        self.argument, self.expected, self.got, self.remedy = argument, expected, str(got), remedy
+        super().__init__(f"{argument}: expected {expected}, got {got}; {remedy}")
+
+
+class PathUnavailable(HikvError, RuntimeError):
+    """A transfer path cannot serve this plan or cannot run on this machine.
+
+    Attributes: `path` (for example `"tma"`), `reason` and `remedy`.
+    """
+
+    def __init__(self, path: str, reason: str, *, remedy: str) -> None:
+        self.path, self.reason, self.remedy = path, reason, remedy
+        super().__init__(f"path {path!r} is unavailable: {reason}; {remedy}")
+
+
+class CapacityError(HikvError, MemoryError):
+    """Memory or pages asked for exceed what is there.
+
+    Attributes: `what`, `required` and `available` (in `unit`, bytes unless told), `remedy`.
+    """
+
+    def __init__(
+        self, what: str, *, required: int, available: int, remedy: str, unit: str = "bytes"
+    ) -> None:
+        self.what, self.required, self.available = what, required, available
+        self.unit, self.remedy = unit, remedy
+        super().__init__(f"{what}: needs {required} {unit}, {available} available; {remedy}")
+
+
+class DriverError(HikvError, RuntimeError):
+    """A CUDA driver call failed; `call`, `code` and `name` say which and how."""
+
+    def __init__(self, call: str, code: int, name: str, *, remedy: str) -> None:
+        self.call, self.code, self.name, self.remedy = call, code, name, remedy
+        super().__init__(f"{call} failed with {name} ({code}); {remedy}")

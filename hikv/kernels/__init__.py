@@ -1,0 +1,1 @@
+"""The launchers themselves, for people who want one kernel and no policy."""

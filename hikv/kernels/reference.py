@@ -1,0 +1,75 @@
+"""The torch oracle and the CPU path: same pairs, same pages, no kernel.
+
+It indexes strided views by the axes' meaning and shares none of the plan's merging, so it can judge
+the kernels, which live by that merging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from hikv.buffer import KVBuffer
+from hikv.plan import CopyPlan, plan_transfer
+from hikv.region import Region
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def reference(
+    src: KVBuffer,
+    dst: KVBuffer,
+    src_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    dst_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    *,
+    layers: tuple[int, int] | range | None = None,
+) -> CopyPlan:
+    """Copy pages with torch indexing; returns the plan that ran.
+
+    Both buffers on one device. On the CPU the copy is done on return; on a GPU it is queued on
+    torch's current stream. Raises `ArgumentError` as `plan_transfer` does.
+    """
+    plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
+    launch(plan)
+    return plan
+
+
+def launch(plan: CopyPlan) -> None:
+    """Run `plan` on buffers of one device."""
+    for part, src, dst in zip(plan.parts, plan.src.regions, plan.dst.regions, strict=True):
+        word = _WORDS[min(part.vector_bytes, 8)]
+        heads = sorted((src.sizes["head"], dst.sizes["head"]))
+        pairs = _matching_views(src.for_layers(*plan.layers), dst.for_layers(*plan.layers), word)
+        for src_view, dst_view in pairs:
+            source, target = _refine(src_view, *heads), _refine(dst_view, *heads)
+            # Page by page: a copy of strided views streams, while one index over all pages would
+            # first gather them into a temporary of the whole payload.
+            for i, j in zip(plan.src_pages.tolist(), plan.dst_pages.tolist(), strict=True):
+                target[j].copy_(source[i])
+
+
+def _matching_views(
+    src: Region, dst: Region, word: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of views over the same layers and kv: one pair, or one per entry of a table."""
+    for layers, kv, dst_view in dst.tensors(word):
+        for src_layers, src_kv, src_view in src.tensors(word):
+            if not src.tabled:
+                yield src_view[:, layers, kv], dst_view
+            elif not dst.tabled:
+                yield src_view, dst_view[:, src_layers, src_kv]
+            elif (layers, kv) == (src_layers, src_kv):
+                yield src_view, dst_view
+
+
+def _refine(view: torch.Tensor, fine: int, coarse: int) -> torch.Tensor:
+    """View `[page, layer, kv, group, token, head, dim]` on the common grid of two head grids.
+
+    Returns `[page, layer, kv, coarse group, fine group in it, token, head, dim]`.
+    """
+    groups = view.shape[3] * view.shape[5] // coarse
+    view = view.unflatten(3, (groups, -1)).unflatten(6, (-1, fine))
+    # One of the two split axes has size 1, so joining them is a view.
+    return view.movedim(6, 5).flatten(4, 5)

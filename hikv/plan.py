@@ -1,0 +1,369 @@
+"""Two buffers + page lists → `CopyPlan`. Pure: no GPU, nothing moves.
+
+A conversion between any two layouts is the same small piece of arithmetic. List the axes in the
+order of the side whose accesses must be sequential (the host; between two devices, the
+destination), take the stretch that is contiguous on both sides as the run, and let each side merge
+its own neighbours among what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from hikv.buffer import KVBuffer
+from hikv.errors import ArgumentError
+from hikv.pages import check_disjoint, check_pages
+from hikv.region import Region
+
+MAX_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One axis of a page that is not part of the run: size, and byte stride on each side.
+
+    A stride is `None` on a side that reaches this axis through its table of addresses.
+    """
+
+    axis: str
+    size: int
+    src_stride: int | None
+    dst_stride: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One side of a part: how a flat vector index within a page becomes an address there.
+
+    Attributes:
+        address: base address.
+        page_stride: bytes from page to page.
+        sizes, strides: this side's own merged loops, outer → inner, strides in bytes. The last is
+            the contiguous stretch, counted in vectors.
+        table: byte offsets from `address` per entry, int64, or `None`.
+        table_strides: entries per step of each loop; 0 for loops that do not index the table.
+    """
+
+    address: int
+    page_stride: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    table: np.ndarray | None
+    table_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PartPlan:
+    """How one component of a page is copied.
+
+    Attributes:
+        name: the component's name.
+        loops: axes outside the run, in the order of the sequential side, outer → inner.
+        row_run: bytes of one token's heads that stay together on both sides.
+        run_bytes: the longest stretch contiguous on both sides (the merged run).
+        vector_bytes: widest access, a power of two up to 16, to which every run, stride and
+            address is aligned.
+        page_vectors: vectors of one page.
+        src, dst: the two sides.
+    """
+
+    name: str
+    loops: tuple[Loop, ...]
+    row_run: int
+    run_bytes: int
+    vector_bytes: int
+    page_vectors: int
+    src: Side
+    dst: Side
+
+    @property
+    def page_bytes(self) -> int:
+        """Payload bytes of one page in this part."""
+        return self.page_vectors * self.vector_bytes
+
+    @property
+    def runs_per_page(self) -> int:
+        """Runs of one page, before runs of consecutive pages are joined."""
+        return self.page_bytes // self.run_bytes
+
+    @property
+    def pages_join(self) -> bool:
+        """Whether a page is one run that continues in the next page on both sides."""
+        strides = {self.src.page_stride, self.dst.page_stride}
+        return strides == {self.run_bytes}
+
+
+@dataclass(frozen=True, eq=False)
+class CopyPlan:
+    """What a transfer will do, decided before anything moves.
+
+    Attributes:
+        src, dst: the buffers.
+        src_pages, dst_pages: page ids, int64, `[n]` each; pair i moves page `src_pages[i]`.
+        layers: first and last + 1 of the layers to move.
+        parts: one `PartPlan` per component.
+    """
+
+    src: KVBuffer
+    dst: KVBuffer
+    src_pages: np.ndarray
+    dst_pages: np.ndarray
+    layers: tuple[int, int]
+    parts: tuple[PartPlan, ...]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages to move."""
+        return len(self.src_pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes, each counted once."""
+        return self.num_pages * sum(part.page_bytes for part in self.parts)
+
+    @property
+    def direction(self) -> str:
+        """`"h2d"`, `"d2h"`, `"d2d"` or `"h2h"`."""
+        letter = {True: "h", False: "d"}
+        return f"{letter[self.src.device.type == 'cpu']}2{letter[self.dst.device.type == 'cpu']}"
+
+    @property
+    def row_run(self) -> int:
+        """Bytes of one token's heads that stay together on both sides; the least of all parts."""
+        return min(part.row_run for part in self.parts)
+
+    @property
+    def run_bytes(self) -> int:
+        """The longest stretch contiguous on both sides; the least of all parts."""
+        return min(part.run_bytes for part in self.parts)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Widest access of the kernels; the least of all parts."""
+        return min(part.vector_bytes for part in self.parts)
+
+    @property
+    def num_descriptors(self) -> int:
+        """Copies that the copy engine would be handed, runs of consecutive pages joined."""
+        joined = len(page_runs(self.src_pages, self.dst_pages)[0])
+        return sum(
+            part.runs_per_page * (joined if part.pages_join else self.num_pages)
+            for part in self.parts
+        )
+
+    def describe(self) -> str:
+        """Loops, runs, vectors and descriptors for people, several lines."""
+        start, stop = self.layers
+        lines = [
+            f"{self.direction}  {self.src!r} → {self.dst!r}",
+            f"{self.num_pages} pages, {self.nbytes} B, "
+            f"layers {start}..{stop}; {self.num_descriptors} descriptors after joining",
+        ]
+        for part in self.parts:
+            loops = " · ".join(f"{loop.axis} {loop.size}" for loop in part.loops) or "none"
+            lines.append(
+                f"  {part.name}: loops {loops}; row run {part.row_run} B, merged run "
+                f"{part.run_bytes} B; {part.vector_bytes}-byte vectors, {part.page_vectors} a page"
+            )
+            for side, name in ((part.src, "src"), (part.dst, "dst")):
+                radix = " × ".join(map(str, side.sizes))
+                table = f", table of {side.table.size}" if side.table is not None else ""
+                lines.append(f"    {name}: radix {radix}, page stride {side.page_stride} B{table}")
+        return "\n".join(lines)
+
+
+def plan_transfer(
+    src: KVBuffer,
+    dst: KVBuffer,
+    src_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    dst_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    *,
+    layers: tuple[int, int] | range | None = None,
+) -> CopyPlan:
+    """Plan the copy of `src_pages[i]` of `src` to `dst_pages[i]` of `dst`.
+
+    Args:
+        src, dst: buffers of equal geometry; layout and head grid may differ, grids must nest.
+        src_pages, dst_pages: equally long int32 or int64 page ids, on the CPU or the GPU. Ids on
+            the GPU are read back, which waits for the stream that produced them.
+        layers: `(start, stop)` or a range of step 1, counted from the buffers' first layer; `None`
+            is all.
+
+    Raises:
+        ArgumentError: different geometry, head grids that do not nest, layers out of range, page
+            ids of another dtype, out of range, of unequal length, or twice in the destination, or
+            memory that source and destination share.
+    """
+    _check_geometry(src, dst)
+    span = _check_layers(layers, src.spec.num_layers)
+    src_ids = check_pages("src_pages", src_pages, src.num_pages)
+    dst_ids = check_pages("dst_pages", dst_pages, dst.num_pages, unique=True)
+    if len(src_ids) != len(dst_ids):
+        raise ArgumentError(
+            "dst_pages",
+            expected=f"as many ids as src_pages, {len(src_ids)}",
+            got=len(dst_ids),
+            remedy="pair every source page with one destination page",
+        )
+    check_disjoint(src, dst, src_ids, dst_ids)
+    return CopyPlan(src, dst, src_ids, dst_ids, span, _parts(src, dst, span))
+
+
+def page_runs(src_pages: np.ndarray, dst_pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stretches of pairs whose ids rise by one on both sides: start positions and lengths."""
+    if not len(src_pages):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    breaks = (np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return starts, np.diff(np.append(starts, len(src_pages)))
+
+
+_PARTS: WeakKeyDictionary[KVBuffer, WeakKeyDictionary[KVBuffer, dict]] = WeakKeyDictionary()
+
+
+def _parts(src: KVBuffer, dst: KVBuffer, span: tuple[int, int]) -> tuple[PartPlan, ...]:
+    """The parts of a pair of buffers, remembered: they hold addresses, never the buffers."""
+    by_span = _PARTS.setdefault(src, WeakKeyDictionary()).setdefault(dst, {})
+    if span not in by_span:
+        dst_leads = dst.device.type == "cpu" or src.device.type != "cpu"
+        by_span[span] = tuple(
+            _plan_part(s.for_layers(*span), d.for_layers(*span), dst_leads)
+            for s, d in zip(src.regions, dst.regions, strict=True)
+        )
+    return by_span[span]
+
+
+def _plan_part(src: Region, dst: Region, dst_leads: bool) -> PartPlan:
+    loops = _loops(src, dst)
+    row_run, _ = _absorb(src.row_bytes, [lp for lp in loops if lp.axis in _HEAD_AXES])
+    run, rest = _absorb(src.row_bytes, loops)
+    rest.sort(key=lambda loop: _outerness(loop, dst_leads))
+    vector = _vector_bytes(src, dst, run, rest)
+    page_vectors = run * math.prod(loop.size for loop in rest) // vector
+    src_side = _side(src, [(lp.axis, lp.size, lp.src_stride) for lp in rest], run, vector)
+    dst_side = _side(dst, [(lp.axis, lp.size, lp.dst_stride) for lp in rest], run, vector)
+    return PartPlan(
+        src.component.name, tuple(rest), row_run, run, vector, page_vectors, src_side, dst_side
+    )
+
+
+_HEAD_AXES = ("head", "subgroup", "group")
+
+
+def _loops(src: Region, dst: Region) -> list[Loop]:
+    """Every axis of a page but `dim`, sizes above 1, split where the two head grids differ."""
+    coarse = max(src.sizes["head"], dst.sizes["head"])
+    fine = min(src.sizes["head"], dst.sizes["head"])
+    sizes = {
+        "kv": src.sizes["kv"],
+        "layer": src.sizes["layer"],
+        "group": src.sizes["group"] * src.sizes["head"] // coarse,
+        "subgroup": coarse // fine,
+        "token": src.sizes["token"],
+        "head": fine,
+    }
+    src_strides, dst_strides = _strides(src, coarse, fine), _strides(dst, coarse, fine)
+    return [
+        Loop(axis, size, src_strides[axis], dst_strides[axis])
+        for axis, size in sizes.items()
+        if size > 1
+    ]
+
+
+def _strides(region: Region, coarse: int, fine: int) -> dict[str, int | None]:
+    """Byte strides of the refined axes; `subgroup` steps by `fine` heads within `coarse` heads."""
+    strides: dict[str, int | None] = dict(region.strides)
+    own_group, own_head = region.strides["group"], region.strides["head"]
+    if region.sizes["head"] == coarse:
+        strides["subgroup"] = fine * own_head
+    else:
+        strides["group"], strides["subgroup"] = coarse // fine * own_group, own_group
+    if region.tabled:
+        strides["kv"] = strides["layer"] = None
+    return strides
+
+
+def _absorb(run: int, loops: Sequence[Loop]) -> tuple[int, list[Loop]]:
+    """Grow `run` by every loop that continues it on both sides; returns it and the other loops."""
+    rest = list(loops)
+    while True:
+        follower = next((lp for lp in rest if lp.src_stride == run == lp.dst_stride), None)
+        if follower is None:
+            return run, rest
+        run *= follower.size
+        rest.remove(follower)
+
+
+def _outerness(loop: Loop, dst_leads: bool) -> tuple[float, bool]:
+    """Sort key, outermost first. Tables lie outside every stride, K and V outside the layers."""
+    stride = loop.dst_stride if dst_leads else loop.src_stride
+    return -math.inf if stride is None else -stride, loop.axis != "kv"
+
+
+def _vector_bytes(src: Region, dst: Region, run: int, loops: Sequence[Loop]) -> int:
+    numbers = [MAX_VECTOR_BYTES, run]
+    for region in (src, dst):
+        numbers += [region.strides["page"], *map(int, region.addresses.flat)]
+    for loop in loops:
+        numbers += [stride for stride in (loop.src_stride, loop.dst_stride) if stride is not None]
+    return math.gcd(*numbers)
+
+
+def _side(
+    region: Region, loops: Sequence[tuple[str, int, int | None]], run: int, vector: int
+) -> Side:
+    """Merge this side's own neighbours, inner → outer."""
+    entries = {"kv": region.addresses.shape[1], "layer": 1} if region.tabled else {}
+    # (size, stride, table stride) of each merged loop, innermost first; the run counts in vectors.
+    merged = [(run // vector, vector, 0)]
+    for axis, size, stride in reversed(loops):
+        inner_size, inner_stride, inner_entries = merged[-1]
+        entry = entries.get(axis, 0)
+        strided = not entry and not inner_entries and stride == inner_size * inner_stride
+        if strided or (entry and entry == inner_size * inner_entries):
+            merged[-1] = (inner_size * size, inner_stride, inner_entries)
+        else:
+            merged.append((size, stride or 0, entry))
+    sizes, strides, table_strides = zip(*reversed(merged), strict=True)
+    address = int(region.addresses[0, 0])
+    table = region.addresses.ravel() - address if region.tabled else None
+    return Side(address, region.strides["page"], sizes, strides, table, table_strides)
+
+
+def _check_geometry(src: KVBuffer, dst: KVBuffer) -> None:
+    if not src.spec.same_geometry(dst.spec):
+        raise ArgumentError(
+            "dst",
+            expected=f"the geometry of src, {src.spec.geometry}",
+            got=dst.spec.geometry,
+            remedy="build both buffers from one spec; only layout and head_group may differ",
+        )
+    coarse, fine = sorted((src.spec.heads_per_group, dst.spec.heads_per_group), reverse=True)
+    if coarse % fine:
+        raise ArgumentError(
+            "head_group",
+            expected=f"grids that nest: src has {src.spec.heads_per_group} heads a group",
+            got=f"dst has {dst.spec.heads_per_group}",
+            remedy="choose head groups of which one divides the other",
+        )
+
+
+def _check_layers(layers: tuple[int, int] | range | None, num_layers: int) -> tuple[int, int]:
+    if layers is None:
+        return 0, num_layers
+    contiguous = not isinstance(layers, range) or layers.step == 1
+    start, stop = (layers.start, layers.stop) if isinstance(layers, range) else layers
+    if not contiguous or not 0 <= start < stop <= num_layers:
+        raise ArgumentError(
+            "layers",
+            expected=f"(start, stop) or range within 0..{num_layers}, not empty, step 1",
+            got=layers,
+            remedy="count layers from the buffer's first layer",
+        )
+    return start, stop
