@@ -67,7 +67,9 @@ class KVSpec:
         for name in ("head_group", "v_head_dim"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        if not hasattr(self.dtype, "itemsize"):
+        import torch  # whoever holds a torch.dtype has loaded it, so reading this file need not
+
+        if not isinstance(self.dtype, torch.dtype):
             raise ArgumentError(
                 "dtype",
                 expected="a torch.dtype",
@@ -97,11 +99,11 @@ class KVSpec:
                 )
 
     def _check_place(self, name: str, first: int, count: int, total: int | None) -> None:
-        if first < 0 or (total is not None and first + count > total):
+        if not isinstance(first, int) or first < 0 or (total is not None and first + count > total):
             raise ArgumentError(
                 name,
-                expected=f"{count} from {name} on to lie within 0..{total or 'unknown'}",
-                got=first,
+                expected=f"an int >= 0, {count} from it within a total of {total}",
+                got=repr(first),
                 remedy="correct the rank's place or the model's total",
             )
 
