@@ -1,4 +1,7 @@
-"""Lists of page ids, checked before anything moves."""
+"""Lists of page ids, checked before anything moves.
+
+A page id counts pages, a slot counts tokens; `pages_of_slots` is the one bridge between them.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,7 @@ def check_pages(
 
     Raises `ArgumentError` naming the first offending position.
     """
-    ids = pages.detach().cpu().numpy() if isinstance(pages, torch.Tensor) else np.asarray(pages)
-    if ids.size == 0 and not isinstance(pages, np.ndarray | torch.Tensor):
-        ids = ids.astype(np.int64)  # an empty list has no dtype of its own
-    if ids.ndim != 1 or ids.dtype not in (np.int32, np.int64):
-        raise ArgumentError(
-            name,
-            expected="one-dimensional int32 or int64 page ids",
-            got=f"{ids.dtype} of shape {ids.shape}",
-            remedy="pass page ids, not slots, masks or floats",
-        )
-    ids = ids.astype(np.int64)
+    ids = _as_int64(name, pages, "page ids")
     outside = np.flatnonzero((ids < 0) | (ids >= num_pages))
     if len(outside):
         at = int(outside[0])
@@ -63,6 +56,36 @@ def check_pages(
                 remedy="drop the duplicate: two writers of one page race",
             )
     return ids
+
+
+def pages_of_slots(
+    name: str, slots: Sequence[int] | np.ndarray | torch.Tensor, page_size: int
+) -> np.ndarray:
+    """The page ids, int64 `[len(slots) / page_size]`, of token `slots` given page after page.
+
+    A page moves whole, so its slots must be those of one page, in order. Raises `ArgumentError`
+    naming the first slot out of place; `name` is the argument's name, for messages.
+    """
+    flat = _as_int64(name, slots, "slots")
+    if len(flat) % page_size:
+        raise ArgumentError(
+            name,
+            expected=f"whole pages of {page_size} slots",
+            got=f"{len(flat)} slots",
+            remedy="leave out the slots of the last, partial page",
+        )
+    pages = flat[::page_size] // page_size
+    in_order = (pages[:, None] * page_size + np.arange(page_size)).ravel()
+    misplaced = np.flatnonzero(flat != in_order)
+    if len(misplaced):
+        at = int(misplaced[0])
+        raise ArgumentError(
+            f"{name}[{at}]",
+            expected=f"slot {int(in_order[at])}, the next of page {int(pages[at // page_size])}",
+            got=int(flat[at]),
+            remedy="pass the slots of one whole page after another, each in order",
+        )
+    return pages
 
 
 def check_disjoint(
@@ -90,6 +113,28 @@ def check_disjoint(
             got=f"page {int(both[0])} on both sides",
             remedy="move it in two calls, or through another page",
         )
+
+
+def _as_int64(
+    name: str, values: Sequence[int] | np.ndarray | torch.Tensor, what: str
+) -> np.ndarray:
+    """A new int64 array of `values`, which must be one-dimensional int32 or int64."""
+    try:
+        given = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
+        array = np.asarray(given)
+        got = f"{array.dtype} of shape {array.shape}"
+    except (TypeError, ValueError) as error:  # a dtype that numpy lacks, or a ragged list
+        array, got = np.empty(()), str(error)
+    if array.size == 0 and not isinstance(values, np.ndarray | torch.Tensor):
+        array = array.astype(np.int64)  # an empty list has no dtype of its own
+    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
+        raise ArgumentError(
+            name,
+            expected=f"one-dimensional int32 or int64 {what}",
+            got=got,
+            remedy=f"pass {what}, not masks or floats",
+        )
+    return array.astype(np.int64)
 
 
 def _overlap(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> bool:
