@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from hikv.pinned import allocate_pinned
 
 from hikv.errors import ArgumentError
 from hikv.layout import get_layout
+from hikv.pinned import allocate_pinned
 from hikv.region import (
     Region,
     as_grid,
@@ -103,7 +103,8 @@ class KVBuffer:
                 whose rows are contiguous; or one-dimensional, dense, of `spec.dtype` or uint8.
             pinned: whether kernels may reach it; `None` asks torch.
 
-        Raises `ArgumentError` on another dtype or shape, or on strides that overlap.
+        Raises `ArgumentError` on another dtype or shape, on strides that overlap, and on bytes cut
+        out in the middle of an element.
         """
         pinned = _is_pinned(tensor) if pinned is None else pinned
         if tensor.ndim == 1:
@@ -144,10 +145,10 @@ class KVBuffer:
                 `token` may be one dimension of slots where they are neighbours.
             pinned: whether kernels may reach it; `None` asks torch.
 
-        Raises `ArgumentError` on a wrong count, dtype, shape, row width, or overlapping strides.
+        Raises `ArgumentError` on a wrong count, dtype, device, shape, row width or axis, and on
+        memory that two rows would share.
         """
-        default = "page token dim" if spec.latent else "page token head dim"
-        order = (axes or default).split()
+        order = _layer_axes(axes, spec)
         if (v_layers is None) != spec.latent:
             raise ArgumentError(
                 "v_layers",
@@ -156,31 +157,17 @@ class KVBuffer:
                 remedy="pass the lists that the spec's rows need",
             )
         lists = [list(k_layers)] if v_layers is None else [list(k_layers), list(v_layers)]
-        names = ("k_layers", "v_layers")
-        widths = [c.width for c in spec.components for _ in range(c.kv)]
-        read = []
-        for name, tensors, width in zip(names, lists, widths, strict=False):
-            sizes, strides = read_layers(name, tensors, order, spec)
-            check_width(f"{name}[0]", sizes["dim"], width, spec)
-            read.append((sizes, strides))
-        merged = len(spec.components) < len(lists)
-        if read[0][0]["page"] != read[-1][0]["page"] or (merged and read[0] != read[1]):
-            raise ArgumentError(
-                "v_layers",
-                expected=f"the pages and strides of k_layers, {read[0]}",
-                got=read[-1],
-                remedy="pass the K and V tensors of one pool, both in the same order of axes",
-            )
-        if merged:
+        read = _read_lists(lists, order, spec)
+        if len(spec.components) < len(lists):
             regions = [layer_region(spec.components[0], lists, *read[0])]
         else:
             regions = [
                 layer_region(component, [tensors], *own)
                 for component, tensors, own in zip(spec.components, lists, read, strict=True)
             ]
-        pinned = _is_pinned(k_layers[0]) if pinned is None else pinned
-        device, num_pages = k_layers[0].device, read[0][0]["page"]
-        return cls(spec, num_pages, "layers", device, pinned, tuple(regions))
+        first, num_pages = lists[0][0], read[0][0]["page"]
+        pinned = _is_pinned(first) if pinned is None else pinned
+        return cls(spec, num_pages, "layers", first.device, pinned, tuple(regions))
 
     @classmethod
     def _dense(
@@ -213,7 +200,8 @@ class KVBuffer:
         """A copy of `pages` in canonical order, whatever the layout; for tests and tools.
 
         Returns `[len(pages), layer, kv, token, head, dim]` of the spec's dtype on the buffer's
-        device. Where K and V differ in width, `kv` is 1 and `dim` holds K then V.
+        device. Where K and V differ in width, `kv` is 1 and `dim` holds K then V. Raises
+        `IndexError` for a page that the buffer does not hold.
         """
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
         spec = self.spec
@@ -224,7 +212,8 @@ class KVBuffer:
             out = torch.empty(shape, dtype=spec.dtype, device=self.device)
             for layers, kvs, view in region.tensors(spec.dtype):
                 # [page, layer, kv, group, token, head, dim] → heads of all groups together.
-                rows = view[index].permute(0, 1, 2, 4, 3, 5, 6)
+                # index_select, unlike indexing, refuses a negative id.
+                rows = view.index_select(0, index).permute(0, 1, 2, 4, 3, 5, 6)
                 out[:, layers, kvs] = rows.reshape(*rows.shape[:4], spec.num_kv_heads, width)
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -232,6 +221,45 @@ class KVBuffer:
     def __repr__(self) -> str:
         kind = "pinned" if self.pinned else str(self.device)
         return f"KVBuffer({self.layout}, {self.num_pages} pages, {self.nbytes} B, {kind})"
+
+
+def _layer_axes(axes: str | None, spec: KVSpec) -> list[str]:
+    """The declared or default order of a per-layer tensor's dimensions."""
+    required = "page token dim" if spec.latent else "page token head dim"
+    optional = "head" if spec.latent else "group"
+    order = (axes or required).split()
+    complete = {*order, optional} == {*required.split(), optional}
+    if not complete or len(order) > len({*order}):
+        raise ArgumentError(
+            "axes",
+            expected=f"each of {', '.join(required.split())} once",
+            got=repr(axes),
+            remedy="name every dimension of one layer's tensor, outer to inner",
+        )
+    return order
+
+
+def _read_lists(
+    lists: Sequence[Sequence[torch.Tensor]], order: Sequence[str], spec: KVSpec
+) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Sizes and byte strides of the K list and of the V list, which must belong to one pool."""
+    widths = [c.width for c in spec.components for _ in range(c.kv)]
+    read, facts = [], []
+    for name, tensors, width in zip(("k_layers", "v_layers"), lists, widths, strict=False):
+        sizes, strides = read_layers(name, tensors, order, spec)
+        check_width(f"{name}[0]", sizes["dim"], width, spec)
+        read.append((sizes, strides))
+        fact = f"{sizes['page']} pages on {tensors[0].device}"
+        # K and V of one width are one component, which has one set of strides.
+        facts.append(f"{fact}, byte strides {strides}" if len(spec.components) == 1 else fact)
+    if facts[0] != facts[-1]:
+        raise ArgumentError(
+            "v_layers",
+            expected=f"{facts[0]} like k_layers",
+            got=facts[-1],
+            remedy="pass the K and V tensors of one pool, both in the same order of axes",
+        )
+    return read
 
 
 def _flat_pages(tensor: torch.Tensor, spec: KVSpec) -> int:
@@ -243,6 +271,14 @@ def _flat_pages(tensor: torch.Tensor, spec: KVSpec) -> int:
             expected=f"dense memory of {spec.dtype} or torch.uint8",
             got=f"{tensor.dtype}, strides {tensor.stride()}",
             remedy="pass the pool itself, not a strided slice of it",
+        )
+    start = tensor.storage_offset() * tensor.element_size()
+    if start % spec.dtype.itemsize:
+        raise ArgumentError(
+            "tensor",
+            expected=f"memory that begins at a whole {spec.dtype} of its storage",
+            got=f"byte {start}",
+            remedy=f"cut the pool out at a multiple of {spec.dtype.itemsize} B",
         )
     if nbytes == 0 or nbytes % spec.bytes_per_page:
         raise ArgumentError(

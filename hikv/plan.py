@@ -94,7 +94,7 @@ class PartPlan:
 
     @property
     def pages_join(self) -> bool:
-        """Whether a page is one run that continues in the next page on both sides."""
+        """Whether every run of a page continues in the next page on both sides."""
         strides = {self.src.page_stride, self.dst.page_stride}
         return strides == {self.run_bytes}
 
@@ -309,7 +309,7 @@ def _outerness(loop: Loop, dst_leads: bool) -> tuple[float, bool]:
 def _vector_bytes(src: Region, dst: Region, run: int, loops: Sequence[Loop]) -> int:
     numbers = [MAX_VECTOR_BYTES, run]
     for region in (src, dst):
-        numbers += [region.strides["page"], *map(int, region.addresses.flat)]
+        numbers += [region.strides["page"], region.alignment]
     for loop in loops:
         numbers += [stride for stride in (loop.src_stride, loop.dst_stride) if stride is not None]
     return math.gcd(*numbers)
@@ -357,13 +357,15 @@ def _check_geometry(src: KVBuffer, dst: KVBuffer) -> None:
 def _check_layers(layers: tuple[int, int] | range | None, num_layers: int) -> tuple[int, int]:
     if layers is None:
         return 0, num_layers
-    contiguous = not isinstance(layers, range) or layers.step == 1
-    start, stop = (layers.start, layers.stop) if isinstance(layers, range) else layers
-    if not contiguous or not 0 <= start < stop <= num_layers:
+    if isinstance(layers, range):
+        ends: tuple[int, ...] = (layers.start, layers.stop) if layers.step == 1 else ()
+    else:
+        ends = tuple(layers) if isinstance(layers, Sequence) else ()
+    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= num_layers:
         raise ArgumentError(
             "layers",
             expected=f"(start, stop) or range within 0..{num_layers}, not empty, step 1",
             got=layers,
             remedy="count layers from the buffer's first layer",
         )
-    return start, stop
+    return ends[0], ends[1]

@@ -6,6 +6,7 @@ declared, sizes and strides are checked against the spec, and what does not fit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,12 @@ class Region:
     def row_bytes(self) -> int:
         """Bytes of one head's row."""
         return self.sizes["dim"] * self.strides["dim"]
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that divide every address and the start of its storage, from which torch counts."""
+        starts = (anchor.untyped_storage().data_ptr() for anchor in self.anchors.flat)
+        return math.gcd(*map(int, self.addresses.flat), *starts)
 
     def extents(self) -> list[tuple[int, int]]:
         """Address ranges `[low, high)` that the rows may touch, gaps included."""
@@ -109,17 +116,53 @@ def read_tensor(
     heads where `order` has no `group`, and a latent tensor may carry it as a dimension of 1. `dim`
     is left out of the check: its size is what the rows really have.
 
-    Raises `ArgumentError` on another dtype, rank or size, on rows that are not contiguous, and on
-    strides by which two elements would share memory.
+    Raises `ArgumentError` on another dtype, rank or size, on no page at all, on rows that are not
+    contiguous, and on strides by which two elements would share memory.
     """
     if tensor.dtype != spec.dtype:
         raise ArgumentError(name, expected=f"dtype {spec.dtype}", got=tensor.dtype, remedy=_REMEDY)
-    order = list(order)
+    wanted = {
+        "kv": 2,
+        "layer": spec.num_layers,
+        "group": spec.num_groups,
+        "token": spec.page_size,
+        "head": spec.heads_per_group if "group" in order else spec.num_kv_heads,
+    }
+    tensor = _declared_dimensions(name, tensor, order, spec, wanted)
+    shape = dict(zip(order, tensor.shape, strict=True))
+    for axis, size in shape.items():
+        if size != wanted.get(axis, max(size, 1)):
+            raise ArgumentError(
+                name,
+                expected=f"{axis} of {wanted.get(axis, 'at least 1')} in ({', '.join(order)})",
+                got=f"{size}, shape {tuple(tensor.shape)}",
+                remedy=_REMEDY,
+            )
+    width = spec.dtype.itemsize
+    stride = {a: s * width for a, s in zip(order, tensor.stride(), strict=True)}
+    _check_injective(name, shape, stride, width)
+    stride["dim"] = width  # torch lets the stride of a dimension of 1 be anything
+    stride.setdefault("head", stride["dim"] * shape["dim"])
+    stride.setdefault("group", stride["head"] * spec.heads_per_group)
+    shape |= {"group": spec.num_groups, "head": spec.heads_per_group}
+    sizes = {axis: shape.get(axis, 1) for axis in AXES}
+    return sizes, {axis: stride.get(axis, 0) for axis in AXES}
+
+
+def _declared_dimensions(
+    name: str,
+    tensor: torch.Tensor,
+    order: Sequence[str],
+    spec: KVSpec,
+    wanted: Mapping[str, int],
+) -> torch.Tensor:
+    """A view of `tensor` with one dimension per axis of `order`."""
     if spec.latent and "head" not in order and tensor.ndim > 2 and tensor.shape[-2] == 1:
-        squeezable = tensor.ndim == len(order) + 1 or spec.page_size > 1
-        tensor = tensor.squeeze(-2) if squeezable else tensor
+        # A dimension of 1 before the rows is the head axis, unless the declared axis has size 1.
+        is_head = tensor.ndim == len(order) + 1 or wanted.get(order[-2], 1) != 1
+        tensor = tensor.squeeze(-2) if is_head else tensor
     if tensor.ndim == len(order) - 1:
-        tensor = _split_slots(name, tensor, order, spec)
+        tensor = _split_slots(name, tensor, list(order), spec)
     if tensor.ndim != len(order):
         raise ArgumentError(
             name,
@@ -127,31 +170,7 @@ def read_tensor(
             got=f"shape {tuple(tensor.shape)}",
             remedy="pass the axes in the declared order, outer to inner",
         )
-    grouped = "group" in order
-    wanted = {
-        "kv": 2,
-        "layer": spec.num_layers,
-        "group": spec.num_groups,
-        "token": spec.page_size,
-        "head": spec.heads_per_group if grouped else spec.num_kv_heads,
-    }
-    shape = dict(zip(order, tensor.shape, strict=True))
-    for axis, size in shape.items():
-        if size != wanted.get(axis, size):
-            raise ArgumentError(
-                name,
-                expected=f"{axis} of {wanted[axis]} in ({', '.join(order)})",
-                got=f"{size}, shape {tuple(tensor.shape)}",
-                remedy=_REMEDY,
-            )
-    width = spec.dtype.itemsize
-    stride = {a: s * width for a, s in zip(order, tensor.stride(), strict=True)}
-    _check_injective(name, shape, stride, width)
-    stride.setdefault("head", stride["dim"] * shape["dim"])
-    stride.setdefault("group", stride["head"] * spec.heads_per_group)
-    shape |= {"group": spec.num_groups, "head": spec.heads_per_group}
-    sizes = {axis: shape.get(axis, 1) for axis in AXES}
-    return sizes, {axis: stride.get(axis, 0) for axis in AXES}
+    return tensor
 
 
 def check_width(name: str, width: int, expected: int, spec: KVSpec) -> None:
@@ -204,10 +223,11 @@ def layer_region(
     """The region of one tensor per `[kv][layer]`: strides where the addresses allow, else a table.
 
     Views of one storage at equal distances need no table; separate allocations keep theirs, however
-    their addresses happen to lie.
+    their addresses happen to lie. Raises `ArgumentError` where two of the tensors share a row.
     """
     anchors = as_grid(tensors)
     addresses = np.array([[t.data_ptr() for t in row] for row in tensors], dtype=np.int64)
+    _check_apart(component, addresses, sizes, strides)
     sizes = {**sizes, "kv": len(tensors), "layer": len(tensors[0])}
     storages = {t.untyped_storage().data_ptr() for row in tensors for t in row}
     steps = _uniform_steps(addresses)
@@ -215,6 +235,38 @@ def layer_region(
         strides = {**strides, "kv": steps[0], "layer": steps[1]}
         anchors, addresses = anchors[:1, :1], addresses[:1, :1]
     return Region(component, anchors, addresses, sizes, strides)
+
+
+def _check_apart(
+    component: Component,
+    addresses: np.ndarray,
+    sizes: Mapping[str, int],
+    strides: Mapping[str, int],
+) -> None:
+    """Refuse tensors of one geometry that share bytes, as when a layer stands twice in a list.
+
+    Views may interleave: two of them are apart if their distance fits between two loops of the one
+    geometry, above the reach of the inner and below the stride of the outer.
+    """
+    flat = addresses.ravel()
+    first, second = np.triu_indices(len(flat), 1)
+    distances = np.abs(flat[first] - flat[second])
+    reach = sizes["dim"] * strides["dim"]
+    loops = sorted((strides[a], sizes[a]) for a in AXES if a != "dim" and sizes[a] > 1)
+    apart = np.zeros(len(distances), dtype=bool)
+    for stride, size in [*loops, (np.iinfo(np.int64).max, 1)]:
+        apart |= (distances >= reach) & (distances <= stride - reach)
+        reach += stride * (size - 1)
+    if not apart.all():
+        at = int(np.argmin(apart))
+        letters = component.name if component.name in ("kv", "v") else "k"
+        a, b = (divmod(int(ends[at]), addresses.shape[1]) for ends in (first, second))
+        raise ArgumentError(
+            f"{letters[a[0]]}_layers[{a[1]}]",
+            expected="memory apart from every other layer's",
+            got=f"{letters[b[0]]}_layers[{b[1]}] {int(distances[at])} B away",
+            remedy="pass every layer's own memory once",
+        )
 
 
 def _uniform_steps(addresses: np.ndarray) -> tuple[int, int] | None:

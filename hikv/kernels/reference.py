@@ -54,14 +54,16 @@ def _matching_views(
     src: Region, dst: Region, word: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of views over the same layers and kv: one pair, or one per entry of a table."""
-    for layers, kv, dst_view in dst.tensors(word):
-        for src_layers, src_kv, src_view in src.tensors(word):
-            if not src.tabled:
-                yield src_view[:, layers, kv], dst_view
-            elif not dst.tabled:
-                yield src_view, dst_view[:, src_layers, src_kv]
-            elif (layers, kv) == (src_layers, src_kv):
-                yield src_view, dst_view
+    sources, targets = list(src.tensors(word)), list(dst.tensors(word))
+    if len(sources) == len(targets):
+        for (_, _, source), (_, _, target) in zip(sources, targets, strict=True):
+            yield source, target
+    elif src.tabled:
+        for layers, kv, source in sources:
+            yield source, targets[0][2][:, layers, kv]
+    else:
+        for layers, kv, target in targets:
+            yield sources[0][2][:, layers, kv], target
 
 
 def _refine(view: torch.Tensor, fine: int, coarse: int) -> torch.Tensor:
