@@ -6,6 +6,7 @@ the kernels, which live by that merging.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -39,7 +40,8 @@ def reference(
 def launch(plan: CopyPlan) -> None:
     """Run `plan` on buffers of one device."""
     for part, src, dst in zip(plan.parts, plan.src.regions, plan.dst.regions, strict=True):
-        word = _WORDS[min(part.vector_bytes, 8)]
+        # A vector may span rows that lie together; a view keeps each row apart.
+        word = _WORDS[math.gcd(8, part.vector_bytes, src.row_bytes)]
         heads = sorted((src.sizes["head"], dst.sizes["head"]))
         pairs = _matching_views(src.for_layers(*plan.layers), dst.for_layers(*plan.layers), word)
         for src_view, dst_view in pairs:
