@@ -1,0 +1,162 @@
+"""The copy-engine path on a real driver."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from cases import check_copy, dense, engine_forms, head_specs, latent_specs, wide_specs
+from oracle import LATENT_ORDERS, ORDERS
+
+from hikv.buffer import KVBuffer
+from hikv.errors import PathUnavailable
+from hikv.kernels.copy_engine import copy_engine, launch, unavailable
+from hikv.kernels.memcpy import BATCH, SINGLE, memcpy_driver
+from hikv.pinned import allocate_pinned
+from hikv.plan import plan_transfer
+from hikv.spec import KVSpec
+
+reason = unavailable()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(reason is not None, reason=str(reason))]
+
+SPEC = KVSpec(2, 2, 64, 4, torch.uint8)
+CUDA, PIN = torch.Tensor.cuda, torch.Tensor.pin_memory
+PLACES = {
+    "h2d": (PIN, CUDA),
+    "d2h": (CUDA, PIN),
+    "d2d": (CUDA, CUDA),
+}
+BLOCKED = 200_000_000  # cycles: some 0.1 s, far longer than a launch takes
+
+
+def run(*arguments, layers=None):
+    plan = copy_engine(*arguments, layers=layers)
+    torch.cuda.synchronize()
+    return plan
+
+
+def filled(num_pages, layout, place, seed=0):
+    """A pool of random bytes, as a buffer."""
+    rng = np.random.default_rng(seed)
+    memory = rng.integers(0, 256, num_pages * SPEC.bytes_per_page, dtype=np.uint8)
+    return KVBuffer.from_tensor(place(torch.from_numpy(memory)), SPEC, layout)
+
+
+def rows(buffer, pages):
+    """What `pages` hold, whatever the layout, on the CPU."""
+    return buffer.logical(pages).cpu()
+
+
+@pytest.mark.parametrize("direction", PLACES)
+@pytest.mark.parametrize("host", ORDERS)
+def test_rows_with_heads(host, direction):
+    src_place, dst_place = PLACES[direction]
+    for gpu in ("layer_first", "page_unified", "page_head"):
+        for spec in (*head_specs(torch.bfloat16), *wide_specs(torch.bfloat16)):
+            pair = (host, gpu) if direction == "h2d" else (gpu, host)
+            forms = map(dense, pair)
+            check_copy(run, spec, *forms, src_place=src_place, dst_place=dst_place)
+
+
+@pytest.mark.parametrize("direction", PLACES)
+def test_engine_pools(direction):
+    src_place, dst_place = PLACES[direction]
+    for spec in (*head_specs(torch.float16), *latent_specs(torch.uint8)):
+        for engine in engine_forms(spec).values():
+            for host in map(dense, LATENT_ORDERS):
+                pair = (host, engine) if direction == "h2d" else (engine, host)
+                places = {"src_place": src_place, "dst_place": dst_place}
+                check_copy(run, spec, *pair, layers=(1, 3), **places)
+
+
+def test_the_call_that_the_driver_has():
+    src, dst = filled(8, "layer_first", CUDA), filled(8, "page_first", PIN, 1)
+    plan, want = plan_transfer(src, dst, [1, 7], [2, 0]), rows(src, [1, 7])
+    submitted = launch(plan)
+    torch.cuda.synchronize()
+    assert submitted.call == (BATCH if memcpy_driver().batch_version else SINGLE)
+    assert submitted.num_copies == plan.num_descriptors
+    assert torch.equal(rows(dst, [2, 0]), want)
+
+
+@pytest.mark.parametrize("num_pages", [1, 128, 4096])
+def test_page_lists_may_be_overwritten_on_return(num_pages):
+    src, dst = filled(num_pages, "layer_first", CUDA), filled(num_pages, "page_first", PIN, 1)
+    rng = np.random.default_rng(2)
+    src_pages, dst_pages = rng.permutation(num_pages), rng.permutation(num_pages)
+    kept, want = dst_pages.tolist(), rows(src, src_pages.tolist())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BLOCKED)
+    copy_engine(src, dst, src_pages, dst_pages, stream=stream)
+    src_pages[:], dst_pages[:] = 0, 0
+    assert not stream.query()
+    stream.synchronize()
+    assert torch.equal(rows(dst, kept), want)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_copy_waits_for_its_stream_and_the_stream_for_the_copy(named):
+    """On a stream of its own, and on torch's default one, which the batch itself refuses."""
+    host, gpu = filled(64, "page_unified", PIN), filled(64, "layer_first", CUDA, 1)
+    back = filled(64, "page_unified", PIN, 2)
+    memory, pages = gpu.regions[0].anchors[0, 0], list(range(64))
+    want = ~rows(host, pages)
+    stream = torch.cuda.Stream() if named else torch.cuda.default_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(BLOCKED)
+        memory.fill_(7)
+        copy_engine(host, gpu, pages, pages)  # after the fill, or the fill would win
+        memory.bitwise_not_()  # after the copy
+        copy_engine(gpu, back, pages, pages)  # after the inversion
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query()
+    done.synchronize()
+    assert torch.equal(rows(back, pages), want)
+
+
+def test_a_thread_without_a_context():
+    src, dst = filled(4, "layer_first", CUDA), filled(4, "page_first", PIN, 1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    want, errors = rows(src, [0, 3]), []
+
+    def work():
+        try:
+            copy_engine(src, dst, [0, 3], [1, 2], stream=stream)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    stream.synchronize()
+    assert errors == []
+    assert torch.equal(rows(dst, [1, 2]), want)
+
+
+def test_pool_of_several_registrations():
+    pages = 33
+    nbytes, page = pages * SPEC.bytes_per_page, SPEC.bytes_per_page
+    memory = allocate_pinned(nbytes, page_bytes=page, chunk_bytes=3 * page)
+    host = KVBuffer.from_tensor(memory.tensor, SPEC, "layer_first", pinned=True)
+    gpu, back = (filled(pages, "layer_first", CUDA, seed) for seed in range(2))
+    everything = list(range(pages))
+    plan, want = plan_transfer(gpu, host, everything, everything), rows(gpu, everything)
+    assert launch(plan).num_copies > plan.num_descriptors
+    copy_engine(host, back, everything, everything)
+    torch.cuda.synchronize()
+    assert torch.equal(rows(host, everything), want)
+    assert torch.equal(rows(back, everything), want)
+
+
+def test_graph_capture_is_refused():
+    src, dst = filled(4, "layer_first", CUDA), filled(4, "page_first", PIN, 1)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(PathUnavailable, match="captured into a graph"), torch.cuda.graph(graph):
+        copy_engine(src, dst, [0], [1])
+    torch.cuda.synchronize()
