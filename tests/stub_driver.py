@@ -43,6 +43,7 @@ def find_headers() -> dict[int, Path]:
 
 
 HEADERS = find_headers()
+_BUILDS = tempfile.TemporaryDirectory(prefix="hikv-stub-")  # removed when the process ends
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def build(version: int | None = None) -> Path:
     if not HEADERS or compiler is None:
         pytest.skip("no C compiler" if HEADERS else "no cuda.h of CUDA 12.8 or later")
     folder = HEADERS[max(HEADERS) if version is None else version]
-    out = Path(tempfile.mkdtemp(prefix="hikv-stub-")) / "libstub.so"
+    out = Path(_BUILDS.name) / f"libstub-{version}.so"
     flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", f"-I{folder}"]
     command = [compiler, *flags, "-o", str(out), str(SOURCE)]
     built = subprocess.run(command, capture_output=True, text=True)
