@@ -337,11 +337,13 @@ def _side(
 
 
 def _check_geometry(src: KVBuffer, dst: KVBuffer) -> None:
-    if not src.spec.same_geometry(dst.spec):
+    here, there = src.spec.geometry, dst.spec.geometry
+    if here != there:
+        differing = [name for name in here if here[name] != there[name]]
         raise ArgumentError(
             "dst",
-            expected=f"the geometry of src, {src.spec.geometry}",
-            got=dst.spec.geometry,
+            expected=", ".join(f"{name} {here[name]}" for name in differing) + " as in src",
+            got=", ".join(f"{name} {there[name]}" for name in differing),
             remedy="build both buffers from one spec; only layout and head_group may differ",
         )
     coarse, fine = sorted((src.spec.heads_per_group, dst.spec.heads_per_group), reverse=True)

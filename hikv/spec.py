@@ -6,6 +6,7 @@ A spec says what a page holds, never how it lies in memory: that is the layout's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hikv.errors import ArgumentError
@@ -150,18 +151,19 @@ class KVSpec:
         """Whether pages of both specs hold the same rows; the storage grid may differ."""
         return self.geometry == other.geometry
 
-    @property
-    def geometry(self) -> tuple[object, ...]:
-        """What two buffers must share for a copy: layers, heads, widths, page size, dtype."""
-        return (
-            self.num_layers,
-            self.num_kv_heads,
-            self.components,
-            self.page_size,
-            self.dtype,
-            self.first_layer,
-            self.first_head,
-        )
+    @cached_property
+    def geometry(self) -> dict[str, object]:
+        """What the two buffers of a copy must share, by name; the head grid is not among it."""
+        rows = ", ".join(f"{c.kv} × {c.name} of {c.width}" for c in self.components)
+        return {
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "rows": rows,
+            "page_size": self.page_size,
+            "dtype": self.dtype,
+            "first_layer": self.first_layer,
+            "first_head": self.first_head,
+        }
 
 
 def _require_positive(name: str, value: object) -> None:
