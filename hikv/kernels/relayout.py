@@ -1,0 +1,312 @@
+"""The register kernel: one Triton kernel for every pair of layouts.
+
+A page is a flat range of vectors in the order of the sequential side. Each side turns a flat index
+into an address by mixed radix over its own merged loops: sizes are compile-time constants, strides
+run-time numbers, offsets 64-bit. A CTA keeps a whole tile in registers, every load ahead of the
+first store, because at a small `block_quota` the bytes in flight decide the rate (Little's law).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from hikv.buffer import KVBuffer
+from hikv.kernels.submit import (
+    check_quota,
+    on_stream,
+    require_reach,
+    upload_pages,
+    upload_table,
+    warp_size,
+    word_dtype,
+)
+from hikv.plan import CopyPlan, PartPlan, plan_transfer
+
+DEFAULT_BLOCK_QUOTA = 2
+
+
+@triton.jit
+def _offset(vector, strides, table, SIZES: tl.constexpr, ENTRIES: tl.constexpr):
+    """Vectors from the side's base to flat index `vector` of a page.
+
+    `strides` and `ENTRIES` belong to all loops but the last, which is the contiguous one. A loop
+    with `ENTRIES` steps through the table of offsets; without, it steps by its stride.
+    """
+    LOOPS: tl.constexpr = len(SIZES)
+    rest = vector
+    if LOOPS == 1:
+        offset = rest.to(tl.int64)
+    else:
+        offset = (rest % SIZES[LOOPS - 1]).to(tl.int64)
+        rest = rest // SIZES[LOOPS - 1]
+        entry = rest * 0
+        for i in tl.static_range(LOOPS - 1):
+            if i < LOOPS - 2:
+                digit = rest % SIZES[LOOPS - 2 - i]
+                rest = rest // SIZES[LOOPS - 2 - i]
+            else:
+                digit = rest
+            if ENTRIES[LOOPS - 2 - i] > 0:
+                entry += digit * ENTRIES[LOOPS - 2 - i]
+            else:
+                offset += digit.to(tl.int64) * strides[LOOPS - 2 - i]
+        if table is not None:
+            offset += tl.load(table + entry)
+    return offset
+
+
+@triton.jit
+def _chunks(first, ROWS: tl.constexpr, PER_PAGE: tl.constexpr):
+    """Pair of pages, and place in the page, of the `ROWS` chunks from chunk `first` on."""
+    chunk = first + tl.arange(0, ROWS)
+    return (chunk // PER_PAGE).to(tl.int32), (chunk % PER_PAGE).to(tl.int32)
+
+
+@triton.jit
+def _page_ids(pages, first, num_pages, ROWS: tl.constexpr, PER_PAGE: tl.constexpr):
+    pair, _ = _chunks(first, ROWS, PER_PAGE)
+    return tl.load(pages + pair, mask=pair < num_pages, other=0)
+
+
+@triton.jit
+def _locate(
+    first,
+    page_ids,
+    page_stride,
+    strides,
+    table,
+    num_pages,
+    SIZES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SHAPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Word offsets `[DEPTH, ROWS, LANES, WORDS]` on one side, and which of them exist."""
+    DEPTH: tl.constexpr = SHAPE[0]
+    LANES: tl.constexpr = SHAPE[2]
+    CHUNK: tl.constexpr = DEPTH * LANES
+    pair, chunk = _chunks(first, SHAPE[1], (PAGE + CHUNK - 1) // CHUNK)
+    vector = tl.arange(0, DEPTH)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    vector += chunk[None, :, None] * CHUNK
+    offset = _offset(vector, strides, table, SIZES, ENTRIES)
+    offset += (page_ids.to(tl.int64) * page_stride)[None, :, None]
+    words = (offset * WORDS)[:, :, :, None] + tl.arange(0, WORDS)[None, None, None, :]
+    valid = (vector < PAGE) & (pair < num_pages)[None, :, None]
+    return words, valid[:, :, :, None]
+
+
+@triton.jit
+def relayout_kernel(
+    src,
+    dst,
+    src_pages,
+    dst_pages,
+    src_table,
+    dst_table,
+    num_pages,
+    num_tiles,
+    src_page_stride,
+    dst_page_stride,
+    src_strides,
+    dst_strides,
+    SRC_SIZES: tl.constexpr,
+    DST_SIZES: tl.constexpr,
+    SRC_ENTRIES: tl.constexpr,
+    DST_ENTRIES: tl.constexpr,
+    PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Copy pages; strides and tables count vectors of `WORDS` words of the pointers' type.
+
+    A page is cut into chunks of `DEPTH · LANES` vectors. A tile is `SLICES` slices, a slice `ROWS`
+    chunks, `SHAPE` is `(DEPTH, ROWS, LANES)`: lanes and rows spread over the threads, depth stays
+    with each. So a thread needs one page id per slice, not one per vector.
+    """
+    ROWS: tl.constexpr = SHAPE[1]
+    PER_PAGE: tl.constexpr = (PAGE + SHAPE[0] * SHAPE[2] - 1) // (SHAPE[0] * SHAPE[2])
+    # Zero, but no compiler can know.
+    opaque = num_pages >> 31
+
+    step = tl.num_programs(0)
+    tile = tl.program_id(0)
+    src_ids = ()
+    for i in tl.static_range(SLICES):
+        first = (tile.to(tl.int64) * SLICES + i) * ROWS
+        src_ids = src_ids + (_page_ids(src_pages, first, num_pages, ROWS, PER_PAGE),)
+    while tile < num_tiles:
+        data = ()
+        for i in tl.static_range(SLICES):
+            first = (tile.to(tl.int64) * SLICES + i) * ROWS
+            words, valid = _locate(
+                first, src_ids[i], src_page_stride, src_strides, src_table, num_pages,
+                SRC_SIZES, SRC_ENTRIES, SHAPE, PAGE, WORDS,
+            )  # fmt: skip
+            data = data + (tl.load(src + words, mask=valid),)
+
+        # These ids travel while the data does: this tile's destinations, the next one's sources.
+        dst_ids = ()
+        src_ids = ()
+        for i in tl.static_range(SLICES):
+            first = (tile.to(tl.int64) * SLICES + i) * ROWS
+            dst_ids = dst_ids + (_page_ids(dst_pages, first, num_pages, ROWS, PER_PAGE),)
+            first = ((tile + step).to(tl.int64) * SLICES + i) * ROWS
+            src_ids = src_ids + (_page_ids(src_pages, first, num_pages, ROWS, PER_PAGE),)
+
+        for i in tl.static_range(SLICES):
+            # Decoded anew: digits that both sides share would stay in registers beside the data,
+            # and the data needs those.
+            first = ((tile + opaque).to(tl.int64) * SLICES + i) * ROWS
+            words, valid = _locate(
+                first, dst_ids[i], dst_page_stride, dst_strides, dst_table, num_pages,
+                DST_SIZES, DST_ENTRIES, SHAPE, PAGE, WORDS,
+            )  # fmt: skip
+            tl.store(dst + words, data[i], mask=valid)
+        tile += step
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a CTA holds its tile: `num_warps` warps of `warp_size` threads, `loads` vectors each."""
+
+    num_warps: int
+    loads: int
+    warp_size: int = 32
+
+    @property
+    def tile(self) -> int:
+        """Vectors a CTA keeps in flight."""
+        return self.num_warps * self.warp_size * self.loads
+
+
+def default_config(vector_bytes: int, *, warp_size: int = 32) -> Config:
+    """128 KiB in flight a CTA for vectors of 16 bytes, which is two CTAs' share of a PCIe 5 link at
+    a round trip of 2.4 µs twice over. A narrower vector costs a register or two all the same, so
+    rows that only allow those have less in flight.
+    """
+    loads = 16 if vector_bytes >= 8 else 32
+    return Config(num_warps=16, loads=loads * 32 // warp_size, warp_size=warp_size)
+
+
+_MAX_DEPTH = 4
+
+
+def variant(part: PartPlan, config: Config) -> dict[str, Any]:
+    """The compile-time arguments of `relayout_kernel` for `part`: what decides the machine code.
+
+    The chunk is the largest power of two, up to a few vectors per thread of a warp, that pads a
+    page by at most a sixteenth.
+    """
+    chunk = min(config.loads, _MAX_DEPTH) * config.warp_size
+    while chunk > 1 and -part.page_vectors % chunk * 16 > part.page_vectors:
+        chunk //= 2
+    lanes = min(chunk, config.warp_size)
+    depth = chunk // lanes
+    return {
+        "SRC_SIZES": part.src.sizes,
+        "DST_SIZES": part.dst.sizes,
+        "SRC_ENTRIES": part.src.table_strides[:-1],
+        "DST_ENTRIES": part.dst.table_strides[:-1],
+        "PAGE": part.page_vectors,
+        "WORDS": 2 if part.vector_bytes == 16 else 1,
+        "SLICES": config.loads // depth,
+        "SHAPE": (depth, config.num_warps * config.warp_size // lanes, lanes),
+    }
+
+
+def arguments(
+    part: PartPlan,
+    anchors: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    constants: dict[str, Any],
+) -> dict[str, Any]:
+    """The run-time arguments of `relayout_kernel` beside `constants`, its `variant`, by name.
+
+    `anchors` are one-element tensors of the word type at both base addresses, `pages` int32 ids
+    `[2, n]`, source first, on the device that launches; tables go to the same device.
+    """
+    width, num_pages = part.vector_bytes, pages.shape[1]
+    depth, rows, lanes = constants["SHAPE"]
+    chunks = num_pages * -(-part.page_vectors // (depth * lanes))
+    tiles = -(-chunks // (constants["SLICES"] * rows))
+    return {
+        "src": anchors[0],
+        "dst": anchors[1],
+        "src_pages": pages[0],
+        "dst_pages": pages[1],
+        "src_table": upload_table(part.src.table, width, pages.device),
+        "dst_table": upload_table(part.dst.table, width, pages.device),
+        "num_pages": num_pages,
+        "num_tiles": tiles,
+        "src_page_stride": part.src.page_stride // width,
+        "dst_page_stride": part.dst.page_stride // width,
+        "src_strides": tuple(stride // width for stride in part.src.strides[:-1]),
+        "dst_strides": tuple(stride // width for stride in part.dst.strides[:-1]),
+    }
+
+
+def relayout(
+    src: KVBuffer,
+    dst: KVBuffer,
+    src_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    dst_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    *,
+    layers: tuple[int, int] | range | None = None,
+    block_quota: int | None = None,
+    stream: torch.cuda.Stream | None = None,
+    config: Config | None = None,
+) -> CopyPlan:
+    """Copy pages with the register kernel on `stream`; returns the plan that was queued.
+
+    Args:
+        src, dst: buffers of equal geometry, on a GPU or in pinned host memory.
+        src_pages, dst_pages, layers: as for `hikv.plan_transfer`.
+        block_quota: most CTAs to launch, at least 1; `None` is 2.
+        stream: where to queue; `None` is torch's current stream. The caller has ordered it after
+            the source's producer and the destination's last reader.
+        config: warps and loads per thread; `None` is `default_config`.
+
+    Asynchronous: both buffers must stay alive and untouched until `stream` has passed the copy.
+
+    Raises:
+        ArgumentError: as `plan_transfer`, or `block_quota` below 1.
+        PathUnavailable: a side that no kernel can reach.
+    """
+    plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
+    quota = DEFAULT_BLOCK_QUOTA if block_quota is None else block_quota
+    launch(plan, block_quota=quota, stream=stream, config=config)
+    return plan
+
+
+def launch(
+    plan: CopyPlan,
+    *,
+    block_quota: int,
+    stream: torch.cuda.Stream | None = None,
+    config: Config | None = None,
+) -> None:
+    """Queue a plan that was checked already; see `relayout`."""
+    require_reach("sm", plan, relayout_kernel)
+    check_quota("sm", block_quota)
+    if not plan.num_pages:
+        return
+    with on_stream(plan, stream) as device:
+        pages = upload_pages(plan, device)
+        for part, src, dst in zip(plan.parts, plan.src.regions, plan.dst.regions, strict=True):
+            chosen = config or default_config(part.vector_bytes, warp_size=warp_size())
+            word = word_dtype(part.vector_bytes)
+            anchors = [region.for_layers(*plan.layers).anchor(word) for region in (src, dst)]
+            constants = variant(part, chosen)
+            run_time = arguments(part, (anchors[0], anchors[1]), pages, constants)
+            relayout_kernel[(min(block_quota, run_time["num_tiles"]),)](
+                **run_time, **constants, num_warps=chosen.num_warps, enable_fp_fusion=False
+            )

@@ -1,0 +1,100 @@
+"""What every kernel launcher does around its kernel: reach, stream, and uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from hikv.buffer import KVBuffer
+from hikv.errors import ArgumentError, PathUnavailable
+from hikv.plan import CopyPlan
+
+
+def unreachable(plan: CopyPlan) -> str | None:
+    """Why no kernel or copy engine of a GPU can reach both sides, or `None`."""
+    devices = {buffer.device for buffer in (plan.src, plan.dst) if buffer.device.type != "cpu"}
+    if not devices:
+        return "neither side is on a GPU"
+    if len(devices) > 1:
+        return f"the sides are on two devices, {' and '.join(map(str, sorted(devices, key=str)))}"
+    for name, buffer in (("src", plan.src), ("dst", plan.dst)):
+        if buffer.device.type == "cpu" and not buffer.pinned:
+            return f"{name} is pageable host memory"
+    return None
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether `kernel` runs in Triton's interpreter, which reaches any CPU tensor."""
+    return not isinstance(kernel, triton.JITFunction)
+
+
+def require_reach(path: str, plan: CopyPlan, kernel: Any) -> None:
+    """Raise `PathUnavailable` unless `kernel` can reach both sides of `plan`."""
+    reason = unreachable(plan)
+    if reason is not None and not (interpreted(kernel) and _on_cpu(plan.src, plan.dst)):
+        remedy = "allocate host buffers with pinned=True, or use path='cpu' between host buffers"
+        raise PathUnavailable(path, reason, remedy=remedy)
+
+
+def check_quota(path: str, block_quota: int) -> None:
+    """Raise `ArgumentError` unless `block_quota` is a number of CTAs that a kernel may launch."""
+    if not isinstance(block_quota, int) or isinstance(block_quota, bool) or block_quota < 1:
+        raise ArgumentError(
+            "block_quota",
+            expected=f"at least 1 CTA for path {path!r}",
+            got=repr(block_quota),
+            remedy="pass block_quota=0 to hikv.transfer for the copy engine, which uses no SM",
+        )
+
+
+@contextmanager
+def on_stream(plan: CopyPlan, stream: torch.cuda.Stream | None) -> Iterator[torch.device]:
+    """Make the plan's GPU and `stream` current; yields the device to upload to."""
+    gpu = next((b.device for b in (plan.src, plan.dst) if b.device.type != "cpu"), None)
+    if gpu is None:
+        yield torch.device("cpu")
+        return
+    with torch.cuda.device(gpu), torch.cuda.stream(stream):
+        yield gpu
+
+
+def upload_pages(plan: CopyPlan, device: torch.device) -> torch.Tensor:
+    """Page ids as int32 `[2, n]` on `device`, source first, queued on the current stream.
+
+    The staging buffer is fresh: torch's pinned allocator hands it out again only after this
+    stream has passed the upload, so a later call cannot overwrite ids that are still to be read.
+    """
+    ids = torch.from_numpy(np.stack((plan.src_pages, plan.dst_pages)).astype(np.int32))
+    return _upload(ids, device)
+
+
+def upload_table(table: np.ndarray | None, width: int, device: torch.device) -> torch.Tensor | None:
+    """A side's table of byte offsets as int64 counts of `width` bytes, or `None` without one."""
+    if table is None:
+        return None
+    return _upload(torch.from_numpy(table // width), device)
+
+
+def _upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def word_dtype(vector_bytes: int) -> torch.dtype:
+    """The integer type of a kernel's pointers; two int64 words make a 16-byte vector."""
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(vector_bytes, torch.int64)
+
+
+def warp_size() -> int:
+    """Threads of a warp on the GPUs this torch build serves: 64 on CDNA, else 32."""
+    return 64 if torch.version.hip else 32
+
+
+def _on_cpu(*buffers: KVBuffer) -> bool:
+    return all(buffer.device.type == "cpu" for buffer in buffers)
