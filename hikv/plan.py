@@ -300,10 +300,10 @@ def _absorb(run: int, loops: Sequence[Loop]) -> tuple[int, list[Loop]]:
         rest.remove(follower)
 
 
-def _outerness(loop: Loop, dst_leads: bool) -> tuple[float, bool]:
-    """Sort key, outermost first. Tables lie outside every stride, K and V outside the layers."""
+def _outerness(loop: Loop, dst_leads: bool) -> float:
+    """Sort key, outermost first. Tables lie outside every stride."""
     stride = loop.dst_stride if dst_leads else loop.src_stride
-    return -math.inf if stride is None else -stride, loop.axis != "kv"
+    return -math.inf if stride is None else -stride
 
 
 def _vector_bytes(src: Region, dst: Region, run: int, loops: Sequence[Loop]) -> int:

@@ -88,13 +88,13 @@ def test_separate_allocations_need_a_table_and_views_of_one_storage_do_not(kind)
     assert not any(region.tabled for region in one_storage(spec, rows, stay).buffer.regions)
 
 
-def test_layers_of_one_storage_in_another_order_are_read_through_a_table():
-    rows = random_rows(HEADS, 3, np.random.default_rng(0))
-    forward = one_storage(HEADS, rows, stay)
-    k, v = (forward.tensors[0][i].unbind(1)[::-1] for i in (0, 1))
-    backward = KVBuffer.from_layers(k, v, HEADS)
-    assert backward.regions[0].tabled
-    assert same_bytes(backward.logical([1]), forward.buffer.logical([1]).flip(1))
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_layers_of_one_storage_in_another_order_are_read_through_a_table(order):
+    plain = one_storage(HEADS, random_rows(HEADS, 3, np.random.default_rng(0)), stay)
+    k, v = ([kv[:, layer] for layer in order] for kv in plain.tensors[0])
+    buffer = KVBuffer.from_layers(k, v, HEADS)
+    assert buffer.regions[0].tabled
+    assert same_bytes(buffer.logical([1]), plain.buffer.logical([1])[:, list(order)])
 
 
 def test_a_view_of_heads_before_tokens_reads_like_a_plain_gather():
@@ -406,9 +406,13 @@ def test_a_tensor_that_stands_for_two_layers_is_refused(kind):
 
 
 def test_one_tensor_for_k_and_v_is_refused_and_so_are_views_that_overlap():
-    layer = torch.zeros(3, 4, 8, 24, dtype=BF16)
     spec = KVSpec(1, 8, 16, 4, BF16)
-    k = layer[..., :16]
-    for v in (k, layer[..., 8:]):
+    packed, tokens = torch.zeros(3, 4, 8, 24, dtype=BF16), torch.zeros(13, 8, 16, dtype=BF16)
+    a_token_later = tokens[1:].unflatten(0, (3, 4))
+    for k, v in (
+        (packed[..., :16], packed[..., :16]),
+        (packed[..., :16], packed[..., 8:]),
+        (tokens[:-1].unflatten(0, (3, 4)), a_token_later),
+    ):
         with pytest.raises(ArgumentError, match=r"k_layers\[0\].*v_layers\[0\]"):
             KVBuffer.from_layers([k], [v], spec)

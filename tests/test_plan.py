@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from dataclasses import replace
 from itertools import product
 
@@ -156,6 +158,47 @@ def test_a_view_that_begins_off_16_bytes_narrows_the_vector(first_byte, vector_b
     assert plan_transfer(even, odd, [0], [0]).vector_bytes == vector_bytes
 
 
+@pytest.mark.parametrize("axis", ["page", "token", "head"])
+@pytest.mark.parametrize(("gap_bytes", "vector_bytes"), [(32, 16), (8, 8), (2, 2)])
+def test_a_gap_behind_any_axis_narrows_the_vector(axis, gap_bytes, vector_bytes):
+    spec = KVSpec(1, 4, 64, 4, BF16)
+    strides, inner = {}, 64
+    for name, count in (("head", 4), ("token", 4), ("page", 3)):
+        strides[name] = inner + (gap_bytes // 2 if name == axis else 0)
+        inner = strides[name] * count
+    k, v = (
+        torch.empty(inner, dtype=BF16).as_strided((3, 4, 4, 64), (*list(strides.values())[::-1], 1))
+        for _ in range(2)
+    )
+    odd, even = KVBuffer.from_layers([k], [v], spec), KVBuffer.empty(spec, "page_first", 3)
+    assert plan_transfer(odd, even, [0], [0]).vector_bytes == vector_bytes
+    assert plan_transfer(even, odd, [0], [0]).vector_bytes == vector_bytes
+
+
+# What is remembered.
+
+
+def test_a_pair_of_buffers_is_planned_once_for_every_range_of_layers():
+    spec = next(head_specs(BF16))
+    src, dst = KVBuffer.empty(spec, "layer_first", 3), KVBuffer.empty(spec, "page_first", 3)
+    everything = plan_transfer(src, dst, [0], [1])
+    part = plan_transfer(src, dst, [0], [1], layers=(1, 2))
+    assert part.nbytes * 3 == everything.nbytes
+    assert plan_transfer(src, dst, [2], [0]).parts is everything.parts
+    assert plan_transfer(src, dst, [2], [0], layers=range(1, 2)).parts is part.parts
+    assert plan_transfer(dst, src, [0], [1]).parts is not everything.parts
+
+
+def test_what_is_remembered_keeps_no_buffer_alive():
+    spec = next(head_specs(BF16))
+    src, dst = KVBuffer.empty(spec, "layer_first", 3), KVBuffer.empty(spec, "page_first", 3)
+    plan_transfer(src, dst, [0], [1])
+    gone = [weakref.ref(buffer) for buffer in (src, dst)]
+    del src, dst
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
 # What it prints.
 
 
@@ -264,6 +307,7 @@ def assert_in_order(part: PartPlan, leads: str) -> None:
     """The host's loops run outer → inner, so that consecutive vectors lie close together there."""
     strides = [getattr(loop, f"{leads}_stride") for loop in part.loops]
     known = [stride for stride in strides if stride is not None]
+    assert 0 not in known  # a table's axes have no stride at all
     assert strides == [None] * (len(strides) - len(known)) + sorted(known, reverse=True)
 
 
