@@ -197,7 +197,7 @@ def default_config(vector_bytes: int, *, warp_size: int = 32) -> Config:
     return Config(num_warps=16, loads=loads * 32 // warp_size, warp_size=warp_size)
 
 
-_MAX_DEPTH = 4
+_MAX_DEPTH = 2
 
 
 def variant(part: PartPlan, config: Config) -> dict[str, Any]:
