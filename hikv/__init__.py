@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hikv.buffer import KVBuffer
+    from hikv.device import DeviceInfo, device_info
     from hikv.errors import (
         ArgumentError,
         CapacityError,
@@ -22,30 +23,39 @@ if TYPE_CHECKING:
     from hikv.layout import list_layouts
     from hikv.plan import CopyPlan, plan_transfer
     from hikv.spec import KVSpec
+    from hikv.transfer import Transfer, transfer
 
 _HOMES = {
     "ArgumentError": "hikv.errors",
     "CapacityError": "hikv.errors",
     "CopyPlan": "hikv.plan",
+    "DeviceInfo": "hikv.device",
     "DriverError": "hikv.errors",
     "HikvError": "hikv.errors",
     "KVBuffer": "hikv.buffer",
     "KVSpec": "hikv.spec",
     "PathUnavailable": "hikv.errors",
+    "Transfer": "hikv.transfer",
+    "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
     "plan_transfer": "hikv.plan",
+    "transfer": "hikv.transfer",
 }
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "ArgumentError",
     "CapacityError",
     "CopyPlan",
+    "DeviceInfo",
     "DriverError",
     "HikvError",
     "KVBuffer",
     "KVSpec",
     "PathUnavailable",
+    "Transfer",
+    "device_info",
     "list_layouts",
     "plan_transfer",
+    "transfer",
 ]
 
 

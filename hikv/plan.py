@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -156,6 +156,27 @@ class CopyPlan:
             part.runs_per_page * (joined if part.pages_join else self.num_pages)
             for part in self.parts
         )
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that a path would run on; `None` between host buffers."""
+        return next((b.device for b in (self.src, self.dst) if b.device.type != "cpu"), None)
+
+    def for_layers(self, start: int, stop: int) -> CopyPlan:
+        """The same pages, layers `start` to `stop` alone, counted from the buffers' first layer."""
+        return replace(self, layers=(start, stop), parts=_parts(self.src, self.dst, (start, stop)))
+
+    def unreachable(self) -> str | None:
+        """Why no kernel or copy engine of one GPU can reach both sides, or `None`."""
+        gpus = {b.device for b in (self.src, self.dst) if b.device.type != "cpu"}
+        if not gpus:
+            return "neither side is on a GPU"
+        if len(gpus) > 1:
+            return f"the sides are on two devices, {' and '.join(sorted(map(str, gpus)))}"
+        for name, buffer in (("src", self.src), ("dst", self.dst)):
+            if buffer.device.type == "cpu" and not buffer.pinned:
+                return f"{name} is pageable host memory"
+        return None
 
     def describe(self) -> str:
         """Loops, runs, vectors and descriptors for people, several lines."""

@@ -17,7 +17,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.errors import DriverError, PathUnavailable
 from hikv.kernels.memcpy import Descriptors, MemcpyDriver, Submitted, memcpy_driver
-from hikv.kernels.submit import unreachable
+from hikv.kernels.submit import require
 from hikv.pinned import registration_borders
 from hikv.plan import CopyPlan, PartPlan, Side, page_runs, plan_transfer
 
@@ -65,10 +65,10 @@ def launch(
     `driver` replaces this machine's; one that is given is taken to reach any memory.
     """
     if driver is None:
-        driver = _reaching_driver(plan)
+        require("ce", obstacle(plan))
+        driver = memcpy_driver()
     if stream is None:
-        gpus = (b.device for b in (plan.src, plan.dst) if b.device.type != "cpu")
-        stream = torch.cuda.current_stream(next(gpus, None))
+        stream = torch.cuda.current_stream(plan.gpu)
     with driver.primary_context(stream.device.index):
         if driver.capturing(stream.cuda_stream):
             raise PathUnavailable(
@@ -93,12 +93,9 @@ def unavailable() -> str | None:
     return None
 
 
-def _reaching_driver(plan: CopyPlan) -> MemcpyDriver:
-    reason = unreachable(plan) or unavailable()
-    if reason is not None:
-        remedy = "allocate host buffers with pinned=True, or choose path='sm' or path='cpu'"
-        raise PathUnavailable("ce", reason, remedy=remedy)
-    return memcpy_driver()
+def obstacle(plan: CopyPlan) -> str | None:
+    """Why the copy engines cannot serve `plan` on this machine, or `None`."""
+    return plan.unreachable() or unavailable()
 
 
 def descriptors(plan: CopyPlan) -> Descriptors:

@@ -37,6 +37,11 @@ def reference(
     return plan
 
 
+def obstacle(plan: CopyPlan) -> str | None:
+    """Why the CPU path cannot serve `plan`, or `None`."""
+    return None if plan.gpu is None else "a side is on a GPU"
+
+
 def launch(plan: CopyPlan) -> None:
     """Run `plan` on buffers of one device."""
     for part, src, dst in zip(plan.parts, plan.src.regions, plan.dst.regions, strict=True):

@@ -20,16 +20,16 @@ import triton.language as tl
 from hikv.buffer import KVBuffer
 from hikv.kernels.submit import (
     check_quota,
+    kernel_obstacle,
     on_stream,
-    require_reach,
+    require,
     upload_pages,
     upload_table,
     warp_size,
     word_dtype,
 )
 from hikv.plan import CopyPlan, PartPlan, plan_transfer
-
-DEFAULT_BLOCK_QUOTA = 2
+from hikv.tuning import DEFAULT_BLOCK_QUOTA
 
 
 @triton.jit
@@ -287,20 +287,29 @@ def relayout(
     return plan
 
 
+def obstacle(plan: CopyPlan) -> str | None:
+    """Why this kernel cannot serve `plan`, or `None`."""
+    return kernel_obstacle(plan, relayout_kernel)
+
+
 def launch(
     plan: CopyPlan,
     *,
     block_quota: int,
     stream: torch.cuda.Stream | None = None,
     config: Config | None = None,
+    pages: torch.Tensor | None = None,
 ) -> None:
-    """Queue a plan that was checked already; see `relayout`."""
-    require_reach("sm", plan, relayout_kernel)
+    """Queue a plan that was checked already; see `relayout`.
+
+    `pages` are the plan's ids where `upload_pages` brought them to the GPU before.
+    """
+    require("sm", obstacle(plan))
     check_quota("sm", block_quota)
     if not plan.num_pages:
         return
     with on_stream(plan, stream) as device:
-        pages = upload_pages(plan, device)
+        pages = upload_pages(plan, device) if pages is None else pages
         for part, src, dst in zip(plan.parts, plan.src.regions, plan.dst.regions, strict=True):
             chosen = config or default_config(part.vector_bytes, warp_size=warp_size())
             word = word_dtype(part.vector_bytes)

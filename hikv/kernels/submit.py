@@ -10,22 +10,8 @@ import numpy as np
 import torch
 import triton
 
-from hikv.buffer import KVBuffer
 from hikv.errors import ArgumentError, PathUnavailable
 from hikv.plan import CopyPlan
-
-
-def unreachable(plan: CopyPlan) -> str | None:
-    """Why no kernel or copy engine of a GPU can reach both sides, or `None`."""
-    devices = {buffer.device for buffer in (plan.src, plan.dst) if buffer.device.type != "cpu"}
-    if not devices:
-        return "neither side is on a GPU"
-    if len(devices) > 1:
-        return f"the sides are on two devices, {' and '.join(map(str, sorted(devices, key=str)))}"
-    for name, buffer in (("src", plan.src), ("dst", plan.dst)):
-        if buffer.device.type == "cpu" and not buffer.pinned:
-            return f"{name} is pageable host memory"
-    return None
 
 
 def interpreted(kernel: Any) -> bool:
@@ -33,12 +19,18 @@ def interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, triton.JITFunction)
 
 
-def require_reach(path: str, plan: CopyPlan, kernel: Any) -> None:
-    """Raise `PathUnavailable` unless `kernel` can reach both sides of `plan`."""
-    reason = unreachable(plan)
-    if reason is not None and not (interpreted(kernel) and _on_cpu(plan.src, plan.dst)):
-        remedy = "allocate host buffers with pinned=True, or use path='cpu' between host buffers"
-        raise PathUnavailable(path, reason, remedy=remedy)
+def kernel_obstacle(plan: CopyPlan, kernel: Any) -> str | None:
+    """Why `kernel` cannot reach both sides of `plan`, or `None`."""
+    if interpreted(kernel) and plan.gpu is None:
+        return None
+    return plan.unreachable()
+
+
+def require(path: str, obstacle: str | None) -> None:
+    """Raise `PathUnavailable` if there is an obstacle."""
+    if obstacle is not None:
+        remedy = "allocate host buffers with pinned=True, or ask hikv.transfer for another path"
+        raise PathUnavailable(path, obstacle, remedy=remedy)
 
 
 def check_quota(path: str, block_quota: int) -> None:
@@ -55,12 +47,11 @@ def check_quota(path: str, block_quota: int) -> None:
 @contextmanager
 def on_stream(plan: CopyPlan, stream: torch.cuda.Stream | None) -> Iterator[torch.device]:
     """Make the plan's GPU and `stream` current; yields the device to upload to."""
-    gpu = next((b.device for b in (plan.src, plan.dst) if b.device.type != "cpu"), None)
-    if gpu is None:
+    if plan.gpu is None:
         yield torch.device("cpu")
         return
-    with torch.cuda.device(gpu), torch.cuda.stream(stream):
-        yield gpu
+    with torch.cuda.device(plan.gpu), torch.cuda.stream(stream):
+        yield plan.gpu
 
 
 def upload_pages(plan: CopyPlan, device: torch.device) -> torch.Tensor:
@@ -94,7 +85,3 @@ def word_dtype(vector_bytes: int) -> torch.dtype:
 def warp_size() -> int:
     """Threads of a warp on the GPUs this torch build serves: 64 on CDNA, else 32."""
     return 64 if torch.version.hip else 32
-
-
-def _on_cpu(*buffers: KVBuffer) -> bool:
-    return all(buffer.device.type == "cpu" for buffer in buffers)
