@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -32,6 +33,7 @@ from hikv.buffer import KVBuffer
 from hikv.errors import ArgumentError
 from hikv.kernels.reference import reference
 from hikv.layout import list_layouts
+from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
 
 BF16, U8, F32 = torch.bfloat16, torch.uint8, torch.float32
@@ -386,6 +388,14 @@ def test_one_memory_in_two_layouts_is_refused():
     src, dst = (KVBuffer.from_tensor(memory, HEADS, name) for name in ("page_first", "page_head"))
     with pytest.raises(ArgumentError, match="overlapping memory"):
         reference(src, dst, [0], [1])
+
+
+def test_mapped_host_memory_is_the_same_memory_under_another_device():
+    host = KVBuffer.empty(HEADS, "page_first", 4)
+    mapped = replace(host, device=torch.device("cuda"))
+    assert plan_transfer(host, mapped, [0, 1], [2, 3]).direction == "h2d"
+    with pytest.raises(ArgumentError, match="page 1 on both sides"):
+        plan_transfer(host, mapped, [0, 1], [1, 2])
 
 
 def test_halves_of_one_tensor_are_apart():

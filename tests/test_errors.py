@@ -176,7 +176,12 @@ REFUSALS = [
         "'page head tokens dim'",
         lambda: from_layers(axes="page head tokens dim"),
     ),
-    Refusal("axes", "once", "'page token dim dim'", lambda: from_layers(axes="page token dim dim")),
+    Refusal(
+        "axes",
+        "once",
+        "'page token head dim dim'",
+        lambda: from_layers(axes="page token head dim dim"),
+    ),
     Refusal("k_layers", "2 tensors", "3", lambda: from_layers(kv_layers(count=3))),
     Refusal("v_layers", "2 tensors", "1", lambda: from_layers(v=kv_layers(count=1))),
     Refusal(
