@@ -33,6 +33,7 @@ from hikv.buffer import KVBuffer
 from hikv.errors import ArgumentError
 from hikv.kernels.reference import reference
 from hikv.layout import list_layouts
+from hikv.pages import pages_of_slots
 from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
 
@@ -355,6 +356,23 @@ def test_pages_are_addressed_by_id_where_no_id_is_also_a_slot():
     assert_bytes(dst.logical([1000, 1003]).view(U8).numpy().ravel(), want.ravel(), "dst")
     with pytest.raises(ArgumentError, match=r"src_pages\[0\].*slot // page_size"):
         reference(src, dst, [1009 * LATENT.page_size], [1000])
+
+
+@pytest.mark.parametrize("ids", ID_FORMS)
+def test_slots_become_page_ids_only_where_a_page_is_whole_and_in_order(ids):
+    as_slots = ID_FORMS[ids]
+    assert pages_of_slots("slots", as_slots(np.array([8, 9, 10, 11, 0, 1, 2, 3])), 4).tolist() == [
+        2,
+        0,
+    ]
+    for slots, position in (
+        ([8, 9, 10, 12], 3),
+        ([11, 10, 9, 8], 0),
+        ([4, 5, 6, 7, 8, 8, 9, 10], 5),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            pages_of_slots("slots", as_slots(np.array(slots)), 4)
+        assert caught.value.argument == f"slots[{position}]"
 
 
 def test_an_empty_list_moves_nothing():
