@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hikv.layout import list_layouts
     from hikv.plan import CopyPlan, plan_transfer
     from hikv.spec import KVSpec
-    from hikv.transfer import Transfer, transfer
+    from hikv.transfers import Transfer, transfer
 
 _HOMES = {
     "ArgumentError": "hikv.errors",
@@ -35,11 +35,11 @@ _HOMES = {
     "KVBuffer": "hikv.buffer",
     "KVSpec": "hikv.spec",
     "PathUnavailable": "hikv.errors",
-    "Transfer": "hikv.transfer",
+    "Transfer": "hikv.transfers",
     "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
     "plan_transfer": "hikv.plan",
-    "transfer": "hikv.transfer",
+    "transfer": "hikv.transfers",
 }
 __all__ = [
     "ArgumentError",

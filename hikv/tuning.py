@@ -19,7 +19,7 @@ class Choice:
     """How a plan will run, and who said so.
 
     Attributes:
-        path: a name of `hikv.transfer.PATHS`.
+        path: a name of `hikv.transfers.PATHS`.
         block_quota: CTAs at most; 0 for paths without a kernel.
         source: `"caller"`, or `"default"` where no tuned table spoke.
     """

@@ -31,7 +31,7 @@ FLOORS = (
     ("hikv/kernels/relayout.py", "hikv/kernels/relayout_tma.py", "hikv/kernels/copy_engine.py"),
     ("hikv/kernels/staged.py", "hikv/kernels/gather.py"),
     ("hikv/kernels/__init__.py",),
-    ("hikv/compiled.py", "hikv/transfer.py"),
+    ("hikv/compiled.py", "hikv/transfers.py"),
     ("hikv/cache/allocator.py",),
     ("hikv/cache/node.py",),
     ("hikv/cache/eviction.py", "hikv/cache/audit.py"),

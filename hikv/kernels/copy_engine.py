@@ -17,7 +17,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.errors import DriverError, PathUnavailable
 from hikv.kernels.memcpy import Descriptors, MemcpyDriver, Submitted, memcpy_driver
-from hikv.kernels.submit import require
+from hikv.kernels.submit import Path, require
 from hikv.pinned import registration_borders
 from hikv.plan import CopyPlan, PartPlan, Side, page_runs, plan_transfer
 
@@ -179,3 +179,6 @@ def _borders(plan: CopyPlan) -> np.ndarray:
         borders for tensor in anchors if (borders := registration_borders(tensor)) is not None
     ]
     return np.unique(np.concatenate([np.empty(0, np.int64), *(r[1:-1] for r in ranges)]))
+
+
+PATH = Path("ce", obstacle, launch)

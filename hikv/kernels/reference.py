@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
+from hikv.kernels.submit import Path
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.region import Region
 
@@ -82,3 +83,6 @@ def _refine(view: torch.Tensor, fine: int, coarse: int) -> torch.Tensor:
     view = view.unflatten(3, (groups, -1)).unflatten(6, (-1, fine))
     # One of the two split axes has size 1, so joining them is a view.
     return view.movedim(6, 5).flatten(4, 5)
+
+
+PATH = Path("cpu", obstacle, launch)

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 
 from hikv.buffer import KVBuffer
+from hikv.errors import ArgumentError
 from hikv.kernels.submit import (
+    Path,
     check_quota,
     kernel_obstacle,
     on_stream,
@@ -66,7 +68,7 @@ def _offset(vector, strides, table, SIZES: tl.constexpr, ENTRIES: tl.constexpr):
 def _chunks(first, ROWS: tl.constexpr, PER_PAGE: tl.constexpr):
     """Pair of pages, and place in the page, of the `ROWS` chunks from chunk `first` on."""
     chunk = first + tl.arange(0, ROWS)
-    return (chunk // PER_PAGE).to(tl.int32), (chunk % PER_PAGE).to(tl.int32)
+    return chunk // PER_PAGE, chunk % PER_PAGE
 
 
 @triton.jit
@@ -134,40 +136,37 @@ def relayout_kernel(
     """
     ROWS: tl.constexpr = SHAPE[1]
     PER_PAGE: tl.constexpr = (PAGE + SHAPE[0] * SHAPE[2] - 1) // (SHAPE[0] * SHAPE[2])
-    # Zero, but no compiler can know.
+    # Zero, but no compiler can know, so it decodes the destination anew: digits that both sides
+    # share would stay in registers beside the data, and the data needs those.
     opaque = num_pages >> 31
 
     step = tl.num_programs(0)
     tile = tl.program_id(0)
     src_ids = ()
     for i in tl.static_range(SLICES):
-        first = (tile.to(tl.int64) * SLICES + i) * ROWS
+        first = (tile * SLICES + i) * ROWS
         src_ids = src_ids + (_page_ids(src_pages, first, num_pages, ROWS, PER_PAGE),)
     while tile < num_tiles:
         data = ()
         for i in tl.static_range(SLICES):
-            first = (tile.to(tl.int64) * SLICES + i) * ROWS
+            first = (tile * SLICES + i) * ROWS
             words, valid = _locate(
                 first, src_ids[i], src_page_stride, src_strides, src_table, num_pages,
                 SRC_SIZES, SRC_ENTRIES, SHAPE, PAGE, WORDS,
             )  # fmt: skip
             data = data + (tl.load(src + words, mask=valid),)
 
-        # These ids travel while the data does: this tile's destinations, the next one's sources.
-        dst_ids = ()
+        # The next tile's ids travel while this tile's data does.
         src_ids = ()
         for i in tl.static_range(SLICES):
-            first = (tile.to(tl.int64) * SLICES + i) * ROWS
-            dst_ids = dst_ids + (_page_ids(dst_pages, first, num_pages, ROWS, PER_PAGE),)
-            first = ((tile + step).to(tl.int64) * SLICES + i) * ROWS
+            first = ((tile + step) * SLICES + i) * ROWS
             src_ids = src_ids + (_page_ids(src_pages, first, num_pages, ROWS, PER_PAGE),)
 
         for i in tl.static_range(SLICES):
-            # Decoded anew: digits that both sides share would stay in registers beside the data,
-            # and the data needs those.
-            first = ((tile + opaque).to(tl.int64) * SLICES + i) * ROWS
+            first = ((tile + opaque) * SLICES + i) * ROWS
+            dst_ids = _page_ids(dst_pages, first, num_pages, ROWS, PER_PAGE)
             words, valid = _locate(
-                first, dst_ids[i], dst_page_stride, dst_strides, dst_table, num_pages,
+                first, dst_ids, dst_page_stride, dst_strides, dst_table, num_pages,
                 DST_SIZES, DST_ENTRIES, SHAPE, PAGE, WORDS,
             )  # fmt: skip
             tl.store(dst + words, data[i], mask=valid)
@@ -197,7 +196,8 @@ def default_config(vector_bytes: int, *, warp_size: int = 32) -> Config:
     return Config(num_warps=16, loads=loads * 32 // warp_size, warp_size=warp_size)
 
 
-_MAX_DEPTH = 2
+_MAX_DEPTH = 4
+_MAX_CHUNKS = 1 << 30  # chunks are counted in int32, one grid's stride beyond the last included
 
 
 def variant(part: PartPlan, config: Config) -> dict[str, Any]:
@@ -238,6 +238,13 @@ def arguments(
     depth, rows, lanes = constants["SHAPE"]
     chunks = num_pages * -(-part.page_vectors // (depth * lanes))
     tiles = -(-chunks // (constants["SLICES"] * rows))
+    if chunks > _MAX_CHUNKS:
+        raise ArgumentError(
+            "src_pages",
+            expected=f"at most {_MAX_CHUNKS * num_pages // chunks} pages of this size in a call",
+            got=num_pages,
+            remedy="split the call",
+        )
     return {
         "src": anchors[0],
         "dst": anchors[1],
@@ -319,3 +326,6 @@ def launch(
             relayout_kernel[(min(block_quota, run_time["num_tiles"]),)](
                 **run_time, **constants, num_warps=chosen.num_warps, enable_fp_fusion=False
             )
+
+
+PATH = Path("sm", obstacle, launch, block_quota=True, shares_pages=True)

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
-from hikv.kernels import copy_engine, relayout
-from hikv.kernels.submit import check_quota, require
+from hikv.kernels.copy_engine import PATH as COPY_ENGINE
+from hikv.kernels.relayout import PATH as REGISTERS
+from hikv.kernels.submit import Path, check_quota, require
 from hikv.layout import list_layouts
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.tuning import DEFAULT_BLOCK_QUOTA
@@ -91,7 +92,7 @@ def obstacle(plan: CopyPlan) -> str | None:
     host = plan.src if plan.direction == "h2d" else plan.dst
     if host.layout not in list_layouts(latent=host.spec.latent):
         return "the host side has no layout of its own that a scratch could take"
-    return copy_engine.obstacle(plan)
+    return COPY_ENGINE.obstacle(plan)
 
 
 def launch(plan: CopyPlan, *, block_quota: int, stream: torch.cuda.Stream | None = None) -> None:
@@ -107,8 +108,8 @@ def launch(plan: CopyPlan, *, block_quota: int, stream: torch.cuda.Stream | None
             plan,
             scratch,
             stream,
-            convert=lambda part: relayout.launch(part, block_quota=block_quota, stream=stream),
-            cross=lambda part: copy_engine.launch(part, stream=scratch.lane),
+            convert=lambda part: REGISTERS.launch(part, block_quota=block_quota, stream=stream),
+            cross=lambda part: COPY_ENGINE.launch(part, stream=scratch.lane),
         )
 
 
@@ -168,3 +169,6 @@ def release_scratch() -> None:
                 if event is not None:
                     event.synchronize()
         _SCRATCH.clear()
+
+
+PATH = Path("staged", obstacle, launch, block_quota=True, layerwise=False)

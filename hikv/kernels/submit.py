@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,27 @@ import triton
 
 from hikv.errors import ArgumentError, PathUnavailable
 from hikv.plan import CopyPlan
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to carry out a plan.
+
+    Attributes:
+        name: as users give it.
+        obstacle: why this path cannot serve a plan on this machine, or `None`.
+        launch: queues a checked plan; keywords are `stream`, and those of the flags below.
+        block_quota: it runs a kernel and takes the number of CTAs it may occupy.
+        shares_pages: it takes page ids that `upload_pages` brought to the GPU, as `pages`.
+        layerwise: it can move one layer at a time.
+    """
+
+    name: str
+    obstacle: Callable[[CopyPlan], str | None]
+    launch: Callable[..., Any]
+    block_quota: bool = False
+    shares_pages: bool = False
+    layerwise: bool = True
 
 
 def interpreted(kernel: Any) -> bool:

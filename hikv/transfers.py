@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from types import ModuleType
 from typing import TypeAlias
 
 import numpy as np
@@ -15,21 +14,18 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.device import device_info
 from hikv.errors import ArgumentError, PathUnavailable
-from hikv.kernels import copy_engine, reference, relayout, relayout_tma, staged
-from hikv.kernels.submit import on_stream, upload_pages
+from hikv.kernels.copy_engine import PATH as COPY_ENGINE
+from hikv.kernels.reference import PATH as CPU
+from hikv.kernels.relayout import PATH as REGISTERS
+from hikv.kernels.relayout_tma import PATH as TMA
+from hikv.kernels.staged import PATH as STAGED
+from hikv.kernels.submit import Path, on_stream, upload_pages
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, choose
 
-PATHS: dict[str, ModuleType] = {
-    "sm": relayout,
-    "tma": relayout_tma,
-    "staged": staged,
-    "ce": copy_engine,
-    "cpu": reference,
-}
-"""Every path by name. Each module has `obstacle(plan)` and `launch(plan, …)`."""
+PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, CPU)}
+"""Every path by name."""
 
-_KERNEL_PATHS = ("sm", "tma", "staged")
 _UNKNOWN_LINK_GBPS = 63.0  # PCIe 5 x16, where the link cannot be read
 
 Fence: TypeAlias = "torch.cuda.Stream | torch.cuda.Event"
@@ -47,7 +43,7 @@ class Transfer:
         config_source: who chose path and quota: `"caller"`, `"default"` or a tuned table's name.
     """
 
-    plan: CopyPlan
+    plan: CopyPlan = field(repr=False)
     path: str
     block_quota: int
     config_source: str
@@ -140,7 +136,7 @@ def transfer(
     plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
     choice = _choose(plan, path, block_quota)
     reason = obstacle(choice.path, plan)
-    if layerwise and choice.path == "staged":
+    if layerwise and not PATHS[choice.path].layerwise:
         reason = reason or "it moves whole pages, not layer by layer"
     if reason is not None:
         remedy = f"choose another of {', '.join(PATHS)}, or path=None"
@@ -168,15 +164,15 @@ def _choose(plan: CopyPlan, path: str | None, block_quota: int | None) -> Choice
             link_gbps=(info.link_gbps if info else None) or _UNKNOWN_LINK_GBPS,
             serves=lambda name: obstacle(name, plan) is None,
         )
-    if path not in _KERNEL_PATHS:
+    if not PATHS[path].block_quota:
         return Choice(path, 0, "caller")
     return Choice(path, DEFAULT_BLOCK_QUOTA if block_quota is None else block_quota, "caller")
 
 
 def _launch_on_host(choice: Choice, plan: CopyPlan) -> None:
     """Between host buffers: torch, or a kernel in Triton's interpreter."""
-    options = {"block_quota": choice.block_quota} if choice.path in _KERNEL_PATHS else {}
-    PATHS[choice.path].launch(plan, **options)
+    path = PATHS[choice.path]
+    path.launch(plan, **({"block_quota": choice.block_quota} if path.block_quota else {}))
 
 
 # Copies in flight, oldest first: their buffers must not be freed under the GPU's hands.
@@ -191,7 +187,7 @@ def _launch_on_gpu(
     stream: torch.cuda.Stream | None,
     layerwise: bool,
 ) -> None:
-    plan = handle.plan
+    plan, path = handle.plan, PATHS[choice.path]
     stream = stream or torch.cuda.current_stream(plan.gpu)
     try:
         for fence in fences:
@@ -200,18 +196,17 @@ def _launch_on_gpu(
             else:
                 stream.wait_stream(fence)
         options: dict[str, object] = {"stream": stream}
-        if choice.path in _KERNEL_PATHS:
+        if path.block_quota:
             options["block_quota"] = choice.block_quota
-        if choice.path in ("sm", "tma"):
+        if path.shares_pages:
             with on_stream(plan, stream) as device:
                 options["pages"] = upload_pages(plan, device)
-        launch = PATHS[choice.path].launch
         if layerwise:
             for layer in range(*plan.layers):
-                launch(plan.for_layers(layer, layer + 1), **options)
+                path.launch(plan.for_layers(layer, layer + 1), **options)
                 handle._layer_events[layer] = stream.record_event()
         else:
-            launch(plan, **options)
+            path.launch(plan, **options)
     finally:
         # Also after a failure: what was queued before it still runs.
         handle._finished = stream.record_event()
@@ -254,7 +249,7 @@ def _check_quota(path: str | None, block_quota: int | None) -> None:
             got=repr(block_quota),
             remedy="pass a whole number",
         )
-    if block_quota == 0 and path in _KERNEL_PATHS:
+    if block_quota == 0 and path is not None and PATHS[path].block_quota:
         raise ArgumentError(
             "block_quota",
             expected=f"at least 1 for path {path!r}, which runs a kernel",

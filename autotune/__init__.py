@@ -1,0 +1,1 @@
+"""Search on the target GPU for the best way to move pages."""

@@ -1,0 +1,1 @@
+"""Tuned tables, one JSON per GPU."""
