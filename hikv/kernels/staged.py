@@ -108,17 +108,19 @@ def launch(plan: CopyPlan, *, block_quota: int, stream: torch.cuda.Stream | None
             plan,
             scratch,
             stream,
+            inbound=plan.direction == "h2d",
             convert=lambda part: REGISTERS.launch(part, block_quota=block_quota, stream=stream),
             cross=lambda part: COPY_ENGINE.launch(part, stream=scratch.lane),
         )
 
 
-def pipeline(plan: CopyPlan, scratch: Scratch, stream: Any, *, convert: Any, cross: Any) -> None:
+def pipeline(
+    plan: CopyPlan, scratch: Scratch, stream: Any, *, inbound: bool, convert: Any, cross: Any
+) -> None:
     """Queue `convert` on `stream` and `cross` on the scratch's lane, slot by slot.
 
-    Both take a plan. Streams need `record_event()` and `wait_event(event)` alone.
+    Both take a plan; `inbound` is from host to GPU, where pages cross first. Streams need `record_event()` and `wait_event(event)` alone.
     """
-    inbound = plan.direction == "h2d"
     first, second = (cross, convert) if inbound else (convert, cross)
     lanes = (scratch.lane, stream) if inbound else (stream, scratch.lane)
     # The lane starts after whatever the caller ordered `stream` after.

@@ -1,0 +1,146 @@
+"""`hikv.transfer`: the choice of a path, what is refused, and what the handle says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, PAIRS, check_copy, dense, head_specs, per_layer
+
+import hikv
+from hikv import ArgumentError, KVBuffer, KVSpec, PathUnavailable
+from hikv.transfers import PATHS, obstacle
+from hikv.tuning import DEFAULT_BLOCK_QUOTA, choose
+
+SPEC = KVSpec(4, 8, 16, 4, torch.bfloat16)
+IDS = [0, 2]
+
+
+def pools(spec: KVSpec = SPEC, *layouts: str) -> tuple[KVBuffer, KVBuffer]:
+    src, dst = layouts or ("page_first", "layer_first")
+    return KVBuffer.empty(spec, src, 4), KVBuffer.empty(spec, dst, 4)
+
+
+def run(*arguments, **options):
+    """`transfer` as a launcher of the shared matrix."""
+    handle = hikv.transfer(*arguments, after=None, **options)
+    handle.synchronize()
+    return handle
+
+
+@pytest.mark.parametrize(("src", "dst"), PAIRS)
+def test_host_pools_are_copied_exactly(src, dst):
+    for spec in head_specs(DTYPES[0]):
+        handle = check_copy(run, spec, dense(src), dense(dst))
+        assert (handle.path, handle.block_quota, handle.config_source) == ("cpu", 0, "default")
+        assert handle.nbytes == 4 * spec.bytes_per_page
+        assert handle.done()
+
+
+def test_layers_are_copied_alone_also_from_an_engines_pool():
+    handle = check_copy(run, SPEC, per_layer, dense("page_head"), layers=(1, 3))
+    assert handle.nbytes == 4 * SPEC.bytes_per_page // 2
+    handle.wait_layer(2)
+    with pytest.raises(ArgumentError, match=r"layer: expected a layer of this transfer, 1\.\.2"):
+        handle.wait_layer(3)
+
+
+def test_no_page_is_no_copy():
+    src, dst = pools()
+    handle = hikv.transfer(src, dst, [], [], after=None)
+    assert handle.nbytes == 0
+    assert handle.done()
+
+
+def test_the_fence_is_never_implied():
+    with pytest.raises(TypeError, match="after"):
+        hikv.transfer(*pools(), IDS, IDS)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "remedy"),
+    [
+        ({"after": 7}, "after", "producer"),
+        ({"after": [None]}, "after", "producer"),
+        ({"path": "gpu"}, "path", "choose"),
+        ({"block_quota": -1}, "block_quota", "whole number"),
+        ({"block_quota": True}, "block_quota", "whole number"),
+        ({"block_quota": 1.5}, "block_quota", "whole number"),
+        ({"block_quota": 0, "path": "sm"}, "block_quota", "path='ce'"),
+        ({"block_quota": 0, "path": "staged"}, "block_quota", "path='ce'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_moves(options, argument, remedy):
+    src, dst = pools()
+    dst.regions[0].anchors[0, 0].fill_(0xA5)
+    with pytest.raises(ArgumentError) as refused:
+        hikv.transfer(src, dst, IDS, IDS, **{"after": None, **options})
+    assert refused.value.argument == argument
+    assert remedy in refused.value.remedy
+    assert bool((dst.regions[0].anchors[0, 0] == 0xA5).all())
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "cpu"])
+def test_a_path_that_cannot_serve_is_an_error_and_nothing_falls_back(path):
+    src, dst = pools()
+    dst.regions[0].anchors[0, 0].fill_(0xA5)
+    reason = obstacle(path, hikv.plan_transfer(src, dst, IDS, IDS))
+    assert reason is not None
+    with pytest.raises(PathUnavailable) as refused:
+        hikv.transfer(src, dst, IDS, IDS, after=None, path=path)
+    assert refused.value.path == path
+    assert reason in str(refused.value)
+    assert bool((dst.regions[0].anchors[0, 0] == 0xA5).all())
+
+
+def meta_plan(src_layout: str, dst_layout: str, spec: KVSpec, *, d2d: bool = False):
+    """A plan from a GPU to pinned memory (or the GPU), without either."""
+    src = KVBuffer.empty(spec, src_layout, 64, device="meta")
+    memory = torch.empty(
+        64 * spec.bytes_per_page, dtype=torch.uint8, device="meta" if d2d else "cpu"
+    )
+    dst = KVBuffer.from_tensor(memory, spec, dst_layout, pinned=not d2d)
+    return hikv.plan_transfer(src, dst, np.arange(0, 64, 2), np.arange(1, 64, 2))
+
+
+def chosen(plan, block_quota=None, serves=lambda path: True):
+    return choose(plan, block_quota=block_quota, link_gbps=63.0, serves=serves)
+
+
+@pytest.mark.parametrize(
+    ("dst_layout", "head_group", "path"),
+    [
+        # A grid that cuts only layers leaves 128 KiB runs; one that cuts heads leaves 1 KiB.
+        ("page_first_direct", None, "ce"),
+        ("page_first_direct_group", 4, "sm"),
+        ("page_first", None, "sm"),
+        ("page_head", None, "sm"),
+    ],
+)
+def test_the_choice_follows_the_size_of_the_copies(dst_layout, head_group, path):
+    spec = KVSpec(6, 8, 128, 64, torch.bfloat16, head_group=head_group)
+    choice = chosen(meta_plan("layer_first", dst_layout, spec))
+    assert (choice.path, choice.source) == (path, "default")
+    assert choice.block_quota == (0 if path == "ce" else 2)
+
+
+def test_without_a_table_an_sm_path_launches_two_ctas():
+    assert DEFAULT_BLOCK_QUOTA == 2
+    plan = meta_plan("layer_first", "page_first", SPEC)
+    assert chosen(plan).block_quota == 2
+    assert chosen(plan, block_quota=7).block_quota == 7
+
+
+def test_a_quota_of_zero_is_the_copy_engine_alone():
+    plan = meta_plan("layer_first", "page_first", SPEC)
+    choice = chosen(plan, block_quota=0, serves=lambda path: False)
+    assert (choice.path, choice.block_quota) == ("ce", 0)
+
+
+def test_copies_within_a_gpu_and_without_a_copy_engine_are_kernels():
+    spec = KVSpec(6, 8, 128, 64, torch.bfloat16)
+    within = meta_plan("layer_first", "layer_first", spec, d2d=True)
+    assert chosen(within).path == "sm"
+    across = meta_plan("layer_first", "layer_first", spec)
+    assert chosen(across).path == "ce"
+    assert chosen(across, serves=lambda path: path != "ce").path == "sm"
