@@ -191,14 +191,13 @@ class RadixTree(TieredNodes):
         return (match.nodes[0].rotation + page) % self.num_owners if match.nodes else None
 
     def _match(self, root: Node, tokens: Tokens, limit: int | None = None) -> Match:
-        page, size = self.page_size, tokens.itemsize
+        page = self.page_size
         stop = tokens.size if limit is None else max(0, min(tokens.size, limit))
         stop -= stop % page
-        raw, width = tokens[:stop].tobytes(), page * size
         nodes: list[Node] = []
         node, at, used = root, 0, 0
         while at < stop:
-            child = node.children.get(raw[at * size : at * size + width])
+            child = node.children.get(tokens[at : at + page].tobytes())
             if child is None:
                 break
             nodes.append(child)
