@@ -65,10 +65,12 @@ class CudaHostRegistry:
         driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
 
     def register(self, address: int, nbytes: int) -> None:
+        """Lock `nbytes` of host memory from `address` on; raises `DriverError`."""
         flags = ctypes.c_uint(self._PORTABLE | self._DEVICEMAP)
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags)
 
     def unregister(self, address: int) -> None:
+        """Undo `register` at the same address; raises `DriverError`."""
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def _call(self, name: str, *arguments: object) -> None:

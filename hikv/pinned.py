@@ -61,9 +61,11 @@ def pinned_budget(
 class Registry(Protocol):
     """What page-locks a range for the GPU. Both calls raise `DriverError` on refusal."""
 
-    def register(self, address: int, nbytes: int) -> None: ...
+    def register(self, address: int, nbytes: int) -> None:
+        """Lock `nbytes` from `address` on."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """Undo the `register` of the same address."""
 
 
 @functools.cache

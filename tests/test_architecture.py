@@ -19,7 +19,7 @@ PACKAGES = ("hikv", "autotune", "perf")
 # Lowest first. A file imports only files of rows above its own in this table, which is the order in
 # which to read them.
 FLOORS = (
-    ("hikv/errors.py",),
+    ("hikv/errors.py", "hikv/tuned/__init__.py"),
     ("hikv/env.py", "hikv/spec.py"),
     ("hikv/layout.py", "hikv/device.py", "hikv/driver.py", "hikv/host_memory.py"),
     ("hikv/pinned.py", "hikv/region.py"),
@@ -27,11 +27,17 @@ FLOORS = (
     ("hikv/pages.py",),
     ("hikv/plan.py",),
     ("hikv/boxes.py", "hikv/tuning.py", "hikv/measure.py"),
-    ("hikv/kernels/reference.py", "hikv/kernels/submit.py", "hikv/kernels/memcpy.py"),
-    ("hikv/kernels/relayout.py", "hikv/kernels/relayout_tma.py", "hikv/kernels/copy_engine.py"),
+    ("hikv/kernels/submit.py", "hikv/kernels/memcpy.py"),
+    (
+        "hikv/kernels/reference.py",
+        "hikv/kernels/relayout.py",
+        "hikv/kernels/relayout_tma.py",
+        "hikv/kernels/copy_engine.py",
+    ),
     ("hikv/kernels/staged.py", "hikv/kernels/gather.py"),
     ("hikv/kernels/__init__.py",),
     ("hikv/compiled.py", "hikv/transfers.py"),
+    ("hikv/doctor.py",),
     ("hikv/cache/allocator.py",),
     ("hikv/cache/node.py",),
     ("hikv/cache/eviction.py", "hikv/cache/audit.py"),

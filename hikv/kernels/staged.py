@@ -119,7 +119,8 @@ def pipeline(
 ) -> None:
     """Queue `convert` on `stream` and `cross` on the scratch's lane, slot by slot.
 
-    Both take a plan; `inbound` is from host to GPU, where pages cross first. Streams need `record_event()` and `wait_event(event)` alone.
+    Both take a plan; `inbound` is from host to GPU, where pages cross first. Streams need
+    `record_event()` and `wait_event(event)` alone.
     """
     first, second = (cross, convert) if inbound else (convert, cross)
     lanes = (scratch.lane, stream) if inbound else (stream, scratch.lane)

@@ -1,0 +1,7 @@
+"""`python -m hikv`."""
+
+import sys
+
+from hikv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,73 @@
+"""The command line: `hikv doctor | bench | compile`, the same as `python -m hikv …`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+
+from hikv.errors import HikvError
+
+USAGE = """usage: hikv COMMAND …
+
+  doctor [--json]   the GPU, its link and limits, and which paths can run here
+  bench …           benchmarks; `hikv bench --help` lists them
+  compile …         what Triton makes of every kernel variant for a target, without a GPU
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 1 for a failed check, 2 for a refusal."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if command not in _COMMANDS:
+        print(f"hikv: no command {command!r}\n{USAGE}", end="", file=sys.stderr)
+        return 2
+    try:
+        return _COMMANDS[command](rest)
+    except HikvError as error:
+        print(f"hikv {command}: {error}", file=sys.stderr)
+        return 2
+
+
+def side(name: str) -> ModuleType:
+    """Module `name` of a side folder: installed under `hikv.`, at the top level of a checkout."""
+    folder = name.partition(".")[0]
+    try:
+        return import_module(f"hikv.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"hikv.{folder}":
+            raise
+        return import_module(name)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from hikv.doctor import describe, examine
+
+    if arguments not in ([], ["--json"]):
+        print(f"hikv doctor: expected nothing or --json, got {arguments}", file=sys.stderr)
+        return 2
+    facts = examine()
+    print(json.dumps(facts, indent=2) if arguments else describe(facts))
+    return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    code: int = side("perf.__main__").main(arguments, prog="hikv bench")
+    return code
+
+
+def _compile(arguments: list[str]) -> int:
+    code: int = side("perf.__main__").main(["compile", *arguments], prog="hikv")
+    return code
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "doctor": _doctor,
+    "bench": _bench,
+    "compile": _compile,
+}
