@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         PathUnavailable,
     )
     from hikv.layout import list_layouts
-    from hikv.plan import CopyPlan, plan_transfer
+    from hikv.plan import CopyPlan
     from hikv.spec import KVSpec
-    from hikv.transfers import Transfer, transfer
+    from hikv.transfers import Transfer, plan_transfer, transfer
 
 _HOMES = {
     "ArgumentError": "hikv.errors",
@@ -38,7 +38,7 @@ _HOMES = {
     "Transfer": "hikv.transfers",
     "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
-    "plan_transfer": "hikv.plan",
+    "plan_transfer": "hikv.transfers",
     "transfer": "hikv.transfers",
 }
 __all__ = [

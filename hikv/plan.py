@@ -9,7 +9,7 @@ its own neighbours among what is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,11 @@ from hikv.pages import check_disjoint, check_pages
 from hikv.region import Region
 
 MAX_VECTOR_BYTES = 16
+TILE_BYTES = 128 << 10
+"""What a CTA of the register kernel has in flight where vectors are 16 bytes."""
+
+PATH_OBSTACLES: dict[str, Callable[[CopyPlan], str | None]] = {}
+"""Per path, why it cannot serve a plan here, or `None`: `hikv.transfers` fills it."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,10 @@ class CopyPlan:
         return None
 
     def describe(self) -> str:
-        """Loops, runs, vectors and descriptors for people, several lines."""
+        """Loops, runs, vectors, tiles, descriptors and paths for people, several lines.
+
+        Paths are listed once `hikv.transfer` or `hikv.plan_transfer` has been used.
+        """
         start, stop = self.layers
         lines = [
             f"{self.direction}  {self.src!r} → {self.dst!r}",
@@ -188,14 +196,18 @@ class CopyPlan:
         ]
         for part in self.parts:
             loops = " · ".join(f"{loop.axis} {loop.size}" for loop in part.loops) or "none"
+            tiles = -(-self.num_pages * part.page_bytes // TILE_BYTES)
             lines.append(
                 f"  {part.name}: loops {loops}; row run {part.row_run} B, merged run "
-                f"{part.run_bytes} B; {part.vector_bytes}-byte vectors, {part.page_vectors} a page"
+                f"{part.run_bytes} B; {part.vector_bytes}-byte vectors, {part.page_vectors} a "
+                f"page; {tiles} tiles of {TILE_BYTES >> 10} KiB"
             )
             for side, name in ((part.src, "src"), (part.dst, "dst")):
                 radix = " × ".join(map(str, side.sizes))
                 table = f", table of {side.table.size}" if side.table is not None else ""
                 lines.append(f"    {name}: radix {radix}, page stride {side.page_stride} B{table}")
+        for name, obstacle in PATH_OBSTACLES.items():
+            lines.append(f"  path {name}: {obstacle(self) or 'serves'}")
         return "\n".join(lines)
 
 

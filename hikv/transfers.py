@@ -20,11 +20,14 @@ from hikv.kernels.relayout import PATH as REGISTERS
 from hikv.kernels.relayout_tma import PATH as TMA
 from hikv.kernels.staged import PATH as STAGED
 from hikv.kernels.submit import Path, on_stream, upload_pages
-from hikv.plan import CopyPlan, plan_transfer
+from hikv.plan import PATH_OBSTACLES, CopyPlan, plan_transfer
 from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, choose
 
 PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, CPU)}
 """Every path by name."""
+PATH_OBSTACLES.update({name: path.obstacle for name, path in PATHS.items()})
+
+__all__ = ["PATHS", "Transfer", "obstacle", "plan_transfer", "transfer"]
 
 _UNKNOWN_LINK_GBPS = 63.0  # PCIe 5 x16, where the link cannot be read
 
