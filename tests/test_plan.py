@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import LATENT_ORDERS, ORDERS
 
+import hikv
 from hikv.buffer import KVBuffer
 from hikv.plan import CopyPlan, PartPlan, Side, page_runs, plan_transfer
 from hikv.spec import KVSpec
@@ -210,9 +211,22 @@ def test_describe_prints_loops_runs_vectors_and_descriptors():
         "KVBuffer(layer_first, 2 pages, 31981568 B, cpu)",
         "2 pages, 31981568 B, layers 0..61; 62464 descriptors after joining",
         "  kv: loops kv 2 · layer 61 · token 64 · group 4; row run 512 B, merged run 512 B; "
-        "16-byte vectors, 999424 a page",
+        "16-byte vectors, 999424 a page; 244 tiles of 128 KiB",
         "    src: radix 2 × 3904 × 4 × 32, page stride 7995392 B",
         "    dst: radix 122 × 8192, page stride 131072 B",
+    ]
+
+
+def test_describe_says_which_paths_serve_and_why_the_others_cannot():
+    spec = next(head_specs(BF16))
+    src, dst = KVBuffer.empty(spec, "layer_first", 2), KVBuffer.empty(spec, "page_first", 2)
+    lines = hikv.plan_transfer(src, dst, [0], [1]).describe().splitlines()
+    assert lines[-5:] == [
+        "  path sm: neither side is on a GPU",
+        "  path tma: neither side is on a GPU",
+        "  path staged: it crosses between host and GPU, and this copy is h2h",
+        "  path ce: neither side is on a GPU",
+        "  path cpu: serves",
     ]
 
 
