@@ -1,0 +1,35 @@
+"""`python -m perf`: the benchmarks, one sub-command each."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hikv.errors import HikvError
+
+from . import compiled, cta, gpu_check
+
+COMMANDS = {"cta": cta, "compile": compiled, "gpu-check": gpu_check}
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m perf") -> int:
+    """Run one command; the exit code: 0, 1 where a byte or a check was wrong, 2 for a refusal."""
+    parser = argparse.ArgumentParser(prog=prog, description="Benchmarks of hikv.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except HikvError as error:
+        print(f"{prog} {args.command}: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

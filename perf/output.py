@@ -1,0 +1,290 @@
+"""Tables for a terminal, for Markdown and for JSON, and what a result says of its machine."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hikv.device import DeviceInfo, probe_failure, software_versions
+from hikv.errors import ArgumentError
+
+WIDTH = 100
+SCHEMA = 1
+"""Of the JSON that `Report.json` returns; raised when the meaning of a field changes."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: `key` in the rows, `title` above it, under a `group` that neighbours may share.
+
+    `form` is the format of numbers, for example `".1f"`. Text is aligned left, the rest right.
+    """
+
+    key: str
+    title: str
+    form: str = ""
+    group: str = ""
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """The text of this column in `row`; a value that is missing shows as a dash."""
+        value = row.get(self.key)
+        if value is None:
+            return "–"
+        return value if isinstance(value, str) else format(value, self.form)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of named values under a title that says what kind of figures they are."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = ()
+
+    def terminal(self) -> str:
+        """Aligned text, without colour; prose is wrapped at `WIDTH`, columns are not."""
+        cells = [[column.cell(row) for row in self.rows] for column in self.columns]
+        widths = [
+            max(map(len, [column.title, *texts]))
+            for column, texts in zip(self.columns, cells, strict=True)
+        ]
+        gaps = [
+            3 if i and c.group != self.columns[i - 1].group else 2 * (i > 0)
+            for i, c in enumerate(self.columns)
+        ]
+        over = _group_line([column.group for column in self.columns], widths, gaps)
+        padded = []
+        for column, texts, width, gap in zip(self.columns, cells, widths, gaps, strict=True):
+            is_text = any(isinstance(row.get(column.key), str) for row in self.rows)
+            pad = str.ljust if is_text else str.rjust
+            padded.append([" " * gap + pad(text, width) for text in [column.title, *texts]])
+        lines = [over, *("".join(line) for line in zip(*padded, strict=True))]
+        blocks = [_wrap([self.title]), [line.rstrip() for line in lines if line.strip()]]
+        blocks += [_wrap(self.notes)] if self.notes else []
+        return "\n\n".join("\n".join(block) for block in blocks)
+
+    def markdown(self) -> str:
+        """A GitHub table; a group becomes part of the titles below it."""
+        titles = [f"{c.group} {c.title}".strip() for c in self.columns]
+        rows = [[column.cell(row) for column in self.columns] for row in self.rows]
+        lines = [f"### {self.title}", "", _pipes(titles), _pipes(["---:"] * len(titles))]
+        lines += map(_pipes, rows)
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
+
+    def json(self) -> dict[str, Any]:
+        """Everything in the rows, shown or not."""
+        return {"title": self.title, "rows": list(self.rows), "notes": list(self.notes)}
+
+
+def _group_line(groups: Sequence[str], widths: list[int], gaps: Sequence[int]) -> str:
+    """Group titles, each ruled over its columns; widens the first of a group that is too narrow."""
+    line = ""
+    for group, members in groupby(range(len(groups)), key=groups.__getitem__):
+        first, *rest = members
+        title = f"─ {group} ─" if group else ""
+        inside = sum(gaps[i] + widths[i] for i in rest)
+        widths[first] = max(widths[first], len(title) - inside)
+        line += " " * gaps[first] + title.center(inside + widths[first], "─" if group else " ")
+    return line
+
+
+def _wrap(texts: Sequence[str]) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH)]
+
+
+def _pipes(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+@dataclass
+class Report:
+    """What one command found.
+
+    Attributes:
+        command: for example `"perf cta"`.
+        kind: `"measured"` or `"predicted, not measured"`: of the report's first table.
+        subject: what was copied.
+        counted: what a rate counts.
+        device: the GPU, or `None`.
+        tables: in the order they are shown.
+        facts: anything else worth keeping, ready for JSON.
+    """
+
+    command: str
+    kind: str
+    subject: str
+    counted: str
+    device: DeviceInfo | None
+    tables: list[Table] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def header(self) -> list[str]:
+        """The lines above the tables: what was run, on what, and what was counted."""
+        title = f"{self.command}: {self.kind}"
+        return [title, *machine_lines(self.device), self.subject, self.counted]
+
+    def terminal(self) -> str:
+        """Everything for a person to read."""
+        blocks = ["\n".join(_wrap(self.header())), *(table.terminal() for table in self.tables)]
+        return "\n\n\n".join(blocks)
+
+    def markdown(self) -> str:
+        """The same as a Markdown document, its own headings from level 3 on."""
+        blocks = ["  \n".join(self.header()), *(table.markdown() for table in self.tables)]
+        return "\n\n".join(blocks) + "\n"
+
+    def json(self) -> dict[str, Any]:
+        """The envelope that every result file shares, plain values only."""
+        info = self.device
+        return {
+            "schema": SCHEMA,
+            "command": self.command,
+            "kind": self.kind,
+            "subject": self.subject,
+            "counted": self.counted,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "device": None if info is None else asdict(info),
+            "link": None if info is None else info.fingerprint()["link"],
+            "driver": None if info is None else info.driver_version,
+            "versions": versions(),
+            "host": host(),
+            "tables": [table.json() for table in self.tables],
+            "facts": self.facts,
+        }
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that decides what runs."""
+    found = software_versions()
+    found.pop("driver")
+    return {
+        "hikv": _version("hikv"),
+        **found,
+        "python": platform.python_version(),
+    }
+
+
+def _version(package: str) -> str:
+    import hikv
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return hikv.__version__
+
+
+def host() -> dict[str, str | int]:
+    """The host's processor and how much of it this process may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return {
+        "cpu": next(named, "") or platform.processor() or platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+    }
+
+
+def machine_lines(info: DeviceInfo | None) -> list[str]:
+    """The machine and the software in two or three lines."""
+    found, here = versions(), host()
+    names = (("hikv", "hikv"), ("torch", "torch"), ("Triton", "triton"), ("Python", "python"))
+    software = ", ".join(f"{title} {found[key] or 'missing'}" for title, key in names)
+    lines = [f"{here['cpu']}, {here['cpus']} CPUs; {software}"]
+    if info is None:
+        lines.append(f"no GPU: {probe_failure()}")
+    else:
+        link = info.fingerprint()["link"] or "unknown link"
+        limit = f" ({info.link_gbps:.1f} GB/s theoretical)" if info.link_gbps else ""
+        lines.insert(
+            0, f"{info.name}, {info.num_sms} SMs, {link}{limit}, driver {info.driver_version}"
+        )
+    return lines
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every command has."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib: hikv[plot])"
+    )
+
+
+def check_output_options(args: argparse.Namespace) -> None:
+    """Refuse before the work what could not be written after it; raises `ArgumentError`."""
+    for name in ("json", "markdown", "plot"):
+        path: Path | None = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(
+                f"--{name}",
+                expected="a file in a folder that exists",
+                got=path,
+                remedy=f"make {path.parent} first",
+            )
+    if args.plot is not None:
+        pyplot()
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot` for files; raises `ArgumentError` where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ArgumentError(
+            "--plot", expected="matplotlib", got=error, remedy="pip install 'hikv[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def write_outputs(report: Report, args: argparse.Namespace) -> None:
+    """Write the JSON and the Markdown that were asked for."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.json(), indent=1, ensure_ascii=False) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text(report.markdown())
+
+
+class Progress:
+    """A bar on standard error while a `with` block works, drawn only where that is a terminal."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self._total, self._what, self._done = total, what, 0
+        self._shown = sys.stderr.isatty()
+
+    def step(self, label: str = "") -> None:
+        """One more of `total` begins; `label` says which."""
+        filled = 24 * self._done // max(self._total, 1)
+        bar = "█" * filled + "░" * (24 - filled)
+        self._draw(f"{self._what} {bar} {self._done}/{self._total} {label}"[:WIDTH])
+        self._done += 1
+
+    def _draw(self, text: str) -> None:
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._draw("")

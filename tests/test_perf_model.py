@@ -1,0 +1,67 @@
+"""The model against the figures it is fitted to, and against those it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_machine import GPU
+
+from perf.case import HEADS, head_grids
+from perf.model import BASELINE_IN_FLIGHT, C2C, PCIE5, link_of, predict
+from perf.published import published, published_case
+
+ROWS = [
+    (heads, groups, direction, quota)
+    for heads, groups in head_grids(HEADS)
+    for direction in ("h2d", "d2h")
+    for quota in (2, 32)
+]
+
+
+def test_two_ctas_with_16_kib_each_and_a_round_trip_of_2400_ns_give_13_7_gbps():
+    assert BASELINE_IN_FLIGHT == 16384
+    assert predict(PCIE5, "h2d", 2, 16384) == pytest.approx(2 * 16384 / 2.4e-6 / 1e9)
+    assert predict(PCIE5, "h2d", 2, 16384) == pytest.approx(13.6, rel=0.01)
+    assert predict(PCIE5, "d2h", 2, 16384) == pytest.approx(34.2, rel=0.01)
+    assert predict(C2C, "h2d", 2, 65536) == pytest.approx(97, rel=0.01)
+    assert predict(C2C, "d2h", 2, 65536) == pytest.approx(93, rel=0.01)
+
+
+@pytest.mark.parametrize(("heads", "groups", "direction", "quota"), ROWS)
+def test_every_published_figure_lies_within_15_percent_of_the_model(
+    heads, groups, direction, quota
+):
+    figure = published(published_case(heads, groups), direction, quota)
+    model = predict(PCIE5, direction, quota, BASELINE_IN_FLIGHT)
+    assert 0.85 * model < figure < 1.05 * model
+
+
+def test_the_link_is_the_bound_once_enough_bytes_are_in_flight():
+    assert predict(PCIE5, "h2d", 32, 16384) == 50.6
+    assert predict(PCIE5, "h2d", 2, 131072) == 50.6
+    assert predict(PCIE5, "d2h", 2, 131072) == 52.5
+    assert predict(PCIE5, "h2d", 32, 16384, ceiling=55.0) == 55.0
+    assert predict(PCIE5, "h2d", 1, 16384, ceiling=5.0) == 5.0
+
+
+def test_no_ceiling_exceeds_what_the_link_can_carry():
+    assert PCIE5.theoretical == pytest.approx(63.0, abs=0.1)
+    assert max(PCIE5.ceiling.values()) < PCIE5.theoretical
+
+
+def test_the_link_follows_the_device():
+    assert link_of(None) is PCIE5
+    assert link_of(GPU) is PCIE5
+    assert link_of(replace(GPU, link="c2c")) is C2C
+    assert link_of(replace(GPU, link=None)) is None
+
+
+def test_a_published_figure_belongs_to_exactly_its_case():
+    case = published_case(8, 2)
+    assert published(case, "h2d", 2) == 13.6
+    assert published(case, "h2d", 4) is None
+    assert published(replace(case, num_pages=31), "h2d", 2) is None
+    assert published(replace(case, host_layout="page_first"), "h2d", 2) is None
+    assert published(replace(case, spec=replace(case.spec, num_layers=60)), "h2d", 2) is None
+    assert published(published_case(4, 2), "h2d", 2) is None
