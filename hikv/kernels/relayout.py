@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from hikv.buffer import KVBuffer
-from hikv.errors import ArgumentError
 from hikv.kernels.submit import (
     Path,
     check_quota,
@@ -65,47 +64,46 @@ def _offset(vector, strides, table, SIZES: tl.constexpr, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _chunks(first, ROWS: tl.constexpr, PER_PAGE: tl.constexpr):
-    """Pair of pages, and place in the page, of the `ROWS` chunks from chunk `first` on."""
-    chunk = first + tl.arange(0, ROWS)
-    return chunk // PER_PAGE, chunk % PER_PAGE
+def _place(tile, i, PER_PAGE: tl.constexpr, SHAPE: tl.constexpr):
+    """Pair of pages, and first vector in the page, of every thread in slice `i` of `tile`."""
+    SLICES: tl.constexpr = SHAPE[0]
+    DEPTH: tl.constexpr = SHAPE[1]
+    ROWS: tl.constexpr = SHAPE[2]
+    LANES: tl.constexpr = SHAPE[3]
+    thread = tl.arange(0, ROWS * LANES)
+    chunk = (tile.to(tl.int64) * SLICES + i) * ROWS + thread // LANES
+    vector = (chunk % PER_PAGE).to(tl.int32) * (DEPTH * LANES) + thread % LANES
+    return (chunk // PER_PAGE).to(tl.int32), vector
 
 
 @triton.jit
-def _page_ids(pages, first, num_pages, ROWS: tl.constexpr, PER_PAGE: tl.constexpr):
-    pair, _ = _chunks(first, ROWS, PER_PAGE)
+def _page_ids(pages, tile, i, num_pages, PER_PAGE: tl.constexpr, SHAPE: tl.constexpr):
+    pair, _ = _place(tile, i, PER_PAGE, SHAPE)
     return tl.load(pages + pair, mask=pair < num_pages, other=0)
 
 
 @triton.jit
-def _locate(
-    first,
+def _pointers(
+    base,
+    vector,
     page_ids,
     page_stride,
     strides,
     table,
-    num_pages,
     SIZES: tl.constexpr,
     ENTRIES: tl.constexpr,
-    SHAPE: tl.constexpr,
-    PAGE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Word offsets `[DEPTH, ROWS, LANES, WORDS]` on one side, and which of them exist."""
-    DEPTH: tl.constexpr = SHAPE[0]
-    LANES: tl.constexpr = SHAPE[2]
-    CHUNK: tl.constexpr = DEPTH * LANES
-    pair, chunk = _chunks(first, SHAPE[1], (PAGE + CHUNK - 1) // CHUNK)
-    vector = tl.arange(0, DEPTH)[:, None, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    vector += chunk[None, :, None] * CHUNK
+    """Where the words of every thread's `vector` lie on one side: `[threads, WORDS]`."""
     offset = _offset(vector, strides, table, SIZES, ENTRIES)
-    offset += (page_ids.to(tl.int64) * page_stride)[None, :, None]
-    words = (offset * WORDS)[:, :, :, None] + tl.arange(0, WORDS)[None, None, None, :]
-    valid = (vector < PAGE) & (pair < num_pages)[None, :, None]
-    return words, valid[:, :, :, None]
+    offset += page_ids.to(tl.int64) * page_stride
+    words = base + (offset * WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+    # The plan saw to the alignment, but no pointer tells the compiler.
+    return tl.multiple_of(words, [1, 16]) if WORDS == 2 else words
 
 
-@triton.jit
+# One compilation serves every call: no value, alignment or size of an argument makes a new one.
+@triton.jit(do_not_specialize=list(range(12)))
 def relayout_kernel(
     src,
     dst,
@@ -115,8 +113,8 @@ def relayout_kernel(
     dst_table,
     num_pages,
     num_tiles,
-    src_page_stride,
-    dst_page_stride,
+    src_page_stride: tl.int64,
+    dst_page_stride: tl.int64,
     src_strides,
     dst_strides,
     SRC_SIZES: tl.constexpr,
@@ -125,17 +123,20 @@ def relayout_kernel(
     DST_ENTRIES: tl.constexpr,
     PAGE: tl.constexpr,
     WORDS: tl.constexpr,
-    SLICES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
     """Copy pages; strides and tables count vectors of `WORDS` words of the pointers' type.
 
-    A page is cut into chunks of `DEPTH · LANES` vectors. A tile is `SLICES` slices, a slice `ROWS`
-    chunks, `SHAPE` is `(DEPTH, ROWS, LANES)`: lanes and rows spread over the threads, depth stays
-    with each. So a thread needs one page id per slice, not one per vector.
+    `SHAPE` is `(SLICES, DEPTH, ROWS, LANES)`. A page is cut into chunks of `DEPTH · LANES` vectors,
+    a tile is `SLICES` slices, a slice `ROWS` chunks. Lanes and rows are the threads, `DEPTH`
+    vectors of a slice stay with each, so a thread needs one page id per slice, not one per vector.
+    Threads form a single axis: of two, Triton would choose which one makes neighbours, and
+    neighbours must hold neighbouring vectors.
     """
-    ROWS: tl.constexpr = SHAPE[1]
-    PER_PAGE: tl.constexpr = (PAGE + SHAPE[0] * SHAPE[2] - 1) // (SHAPE[0] * SHAPE[2])
+    SLICES: tl.constexpr = SHAPE[0]
+    DEPTH: tl.constexpr = SHAPE[1]
+    LANES: tl.constexpr = SHAPE[3]
+    PER_PAGE: tl.constexpr = (PAGE + DEPTH * LANES - 1) // (DEPTH * LANES)
     # Zero, but no compiler can know, so it decodes the destination anew: digits that both sides
     # share would stay in registers beside the data, and the data needs those.
     opaque = num_pages >> 31
@@ -144,32 +145,36 @@ def relayout_kernel(
     tile = tl.program_id(0)
     src_ids = ()
     for i in tl.static_range(SLICES):
-        first = (tile * SLICES + i) * ROWS
-        src_ids = src_ids + (_page_ids(src_pages, first, num_pages, ROWS, PER_PAGE),)
+        src_ids = src_ids + (_page_ids(src_pages, tile, i, num_pages, PER_PAGE, SHAPE),)
     while tile < num_tiles:
         data = ()
         for i in tl.static_range(SLICES):
-            first = (tile * SLICES + i) * ROWS
-            words, valid = _locate(
-                first, src_ids[i], src_page_stride, src_strides, src_table, num_pages,
-                SRC_SIZES, SRC_ENTRIES, SHAPE, PAGE, WORDS,
-            )  # fmt: skip
-            data = data + (tl.load(src + words, mask=valid),)
+            pair, first = _place(tile, i, PER_PAGE, SHAPE)
+            for j in tl.static_range(DEPTH):
+                vector = first + j * LANES
+                words = _pointers(
+                    src, vector, src_ids[i], src_page_stride, src_strides, src_table,
+                    SRC_SIZES, SRC_ENTRIES, WORDS,
+                )  # fmt: skip
+                valid = (vector < PAGE) & (pair < num_pages)
+                data = data + (tl.load(words, mask=valid[:, None]),)
 
         # The next tile's ids travel while this tile's data does.
         src_ids = ()
         for i in tl.static_range(SLICES):
-            first = ((tile + step) * SLICES + i) * ROWS
-            src_ids = src_ids + (_page_ids(src_pages, first, num_pages, ROWS, PER_PAGE),)
+            src_ids = src_ids + (_page_ids(src_pages, tile + step, i, num_pages, PER_PAGE, SHAPE),)
 
         for i in tl.static_range(SLICES):
-            first = ((tile + opaque) * SLICES + i) * ROWS
-            dst_ids = _page_ids(dst_pages, first, num_pages, ROWS, PER_PAGE)
-            words, valid = _locate(
-                first, dst_ids, dst_page_stride, dst_strides, dst_table, num_pages,
-                DST_SIZES, DST_ENTRIES, SHAPE, PAGE, WORDS,
-            )  # fmt: skip
-            tl.store(dst + words, data[i], mask=valid)
+            pair, first = _place(tile + opaque, i, PER_PAGE, SHAPE)
+            dst_ids = _page_ids(dst_pages, tile + opaque, i, num_pages, PER_PAGE, SHAPE)
+            for j in tl.static_range(DEPTH):
+                vector = first + j * LANES
+                words = _pointers(
+                    dst, vector, dst_ids, dst_page_stride, dst_strides, dst_table,
+                    DST_SIZES, DST_ENTRIES, WORDS,
+                )  # fmt: skip
+                valid = (vector < PAGE) & (pair < num_pages)
+                tl.store(words, data[i * DEPTH + j], mask=valid[:, None])
         tile += step
 
 
@@ -197,7 +202,6 @@ def default_config(vector_bytes: int, *, warp_size: int = 32) -> Config:
 
 
 _MAX_DEPTH = 4
-_MAX_CHUNKS = 1 << 30  # chunks are counted in int32, one grid's stride beyond the last included
 
 
 def variant(part: PartPlan, config: Config) -> dict[str, Any]:
@@ -210,7 +214,7 @@ def variant(part: PartPlan, config: Config) -> dict[str, Any]:
     while chunk > 1 and -part.page_vectors % chunk * 16 > part.page_vectors:
         chunk //= 2
     lanes = min(chunk, config.warp_size)
-    depth = chunk // lanes
+    depth, threads = chunk // lanes, config.num_warps * config.warp_size
     return {
         "SRC_SIZES": part.src.sizes,
         "DST_SIZES": part.dst.sizes,
@@ -218,8 +222,7 @@ def variant(part: PartPlan, config: Config) -> dict[str, Any]:
         "DST_ENTRIES": part.dst.table_strides[:-1],
         "PAGE": part.page_vectors,
         "WORDS": 2 if part.vector_bytes == 16 else 1,
-        "SLICES": config.loads // depth,
-        "SHAPE": (depth, config.num_warps * config.warp_size // lanes, lanes),
+        "SHAPE": (config.loads // depth, depth, threads // lanes, lanes),
     }
 
 
@@ -235,16 +238,8 @@ def arguments(
     `[2, n]`, source first, on the device that launches; tables go to the same device.
     """
     width, num_pages = part.vector_bytes, pages.shape[1]
-    depth, rows, lanes = constants["SHAPE"]
+    slices, depth, rows, lanes = constants["SHAPE"]
     chunks = num_pages * -(-part.page_vectors // (depth * lanes))
-    tiles = -(-chunks // (constants["SLICES"] * rows))
-    if chunks > _MAX_CHUNKS:
-        raise ArgumentError(
-            "src_pages",
-            expected=f"at most {_MAX_CHUNKS * num_pages // chunks} pages of this size in a call",
-            got=num_pages,
-            remedy="split the call",
-        )
     return {
         "src": anchors[0],
         "dst": anchors[1],
@@ -253,7 +248,7 @@ def arguments(
         "src_table": upload_table(part.src.table, width, pages.device),
         "dst_table": upload_table(part.dst.table, width, pages.device),
         "num_pages": num_pages,
-        "num_tiles": tiles,
+        "num_tiles": -(-chunks // (slices * rows)),
         "src_page_stride": part.src.page_stride // width,
         "dst_page_stride": part.dst.page_stride // width,
         "src_strides": tuple(stride // width for stride in part.src.strides[:-1]),
@@ -328,4 +323,4 @@ def launch(
             )
 
 
-PATH = Path("sm", obstacle, launch, block_quota=True, shares_pages=True)
+PATH = Path("sm", obstacle, launch, block_quota=True, config=Config, shares_pages=True)
