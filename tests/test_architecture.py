@@ -25,6 +25,7 @@ FLOORS = (
     ("hikv/pinned.py", "hikv/region.py", "hikv/tables.py"),
     ("hikv/buffer.py",),
     ("hikv/pages.py",),
+    ("hikv/cp/plan.py",),
     ("hikv/plan.py",),
     ("hikv/boxes.py", "hikv/tuning.py", "hikv/measure.py"),
     ("hikv/kernels/submit.py", "hikv/kernels/memcpy.py"),
