@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,26 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hikv.boxes import plan_boxes
 from hikv.errors import ArgumentError
-from hikv.kernels import relayout as register
+from hikv.kernels.relayout import Config, arguments, default_config, relayout_kernel, variant
+from hikv.kernels.relayout_tma import MIN_CAPABILITY, relayout_tma_kernel
+from hikv.kernels.relayout_tma import Config as TmaConfig
+from hikv.kernels.relayout_tma import arguments as tma_arguments
+from hikv.kernels.relayout_tma import default_config as default_tma_config
+from hikv.kernels.relayout_tma import variant as tma_variant
 from hikv.kernels.submit import interpreted, word_dtype
 from hikv.plan import PartPlan
 
-_POINTERS = {
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 _ACCESS = re.compile(
     r"\b(ld|st)\.(?:\w+\.)*?global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bsuf](\d+)\b"
 )
+_BULK_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\b")
+_BULK_STORE = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared::\w+\b")
+_RING_BARRIER = re.compile(r"\bmbarrier\.init\b")
 
 
 def parse_target(name: str) -> GPUTarget:
@@ -60,6 +65,10 @@ class Report:
         loads_first: whether every wide load of a tile comes ahead of its first store, in the final
             machine code.
         bytes_in_flight: payload a CTA has requested before it waits.
+        ring_buffers: loads that a ring in shared memory keeps in flight; 0 without a ring.
+        stage_bytes: shared memory of each of them.
+        payload_share: payload over what those loads span.
+        bulk_loads, bulk_stores: instructions that move boxes of a tensor descriptor.
         assembly: name → text or bytes (`ptx`, `cubin`, `sass`, `amdgcn`).
     """
 
@@ -73,6 +82,11 @@ class Report:
     loads_first: bool
     bytes_in_flight: int
     assembly: Mapping[str, Any] = field(repr=False)
+    ring_buffers: int = 0
+    stage_bytes: int = 0
+    payload_share: float = 1.0
+    bulk_loads: int = 0
+    bulk_stores: int = 0
 
     def summary(self) -> dict[str, Any]:
         """Everything but the assembly, ready for JSON."""
@@ -86,31 +100,71 @@ class Report:
             "store_widths": dict(self.store_widths),
             "loads_first": self.loads_first,
             "bytes_in_flight": self.bytes_in_flight,
+            "ring_buffers": self.ring_buffers,
+            "stage_bytes": self.stage_bytes,
+            "payload_share": self.payload_share,
+            "bulk_loads": self.bulk_loads,
+            "bulk_stores": self.bulk_stores,
         }
 
 
-def compile_relayout(
-    part: PartPlan, target: str = "sm_90", config: register.Config | None = None
-) -> Report:
+def compile_relayout(part: PartPlan, target: str = "sm_90", config: Config | None = None) -> Report:
     """Compile the register kernel for `part` as a launch would, and read the result.
 
     Raises `ArgumentError` on an unknown target, `RuntimeError` under `TRITON_INTERPRET`.
     """
     gpu = parse_target(target)
-    config = config or register.default_config(part.vector_bytes, warp_size=gpu.warp_size)
+    config = config or default_config(part.vector_bytes, warp_size=gpu.warp_size)
     anchor = torch.empty(1, dtype=word_dtype(part.vector_bytes), device="meta")
     pages = torch.empty((2, 64), dtype=torch.int32, device="meta")
-    constants = register.variant(part, config)
-    run_time = register.arguments(part, (anchor, anchor), pages, constants)
-    source = ast_source(register.relayout_kernel, run_time, constants)
+    constants = variant(part, config)
+    run_time = arguments(part, (anchor, anchor), pages, constants)
+    source = ast_source(relayout_kernel, run_time, constants)
     in_flight = min(config.tile, 64 * part.page_vectors) * part.vector_bytes
     return compile_report(source, gpu, config.num_warps, in_flight)
+
+
+def compile_relayout_tma(
+    part: PartPlan, target: str = "sm_90", config: TmaConfig | None = None
+) -> Report:
+    """Compile the TMA kernel for `part` as a launch would, and read the result.
+
+    Raises `ArgumentError` on a target without tensor copies, `PathUnavailable` where no descriptor
+    serves `part`, `RuntimeError` under `TRITON_INTERPRET`.
+    """
+    gpu = parse_target(target)
+    if gpu.backend != "cuda" or gpu.arch < MIN_CAPABILITY:
+        raise ArgumentError(
+            "target",
+            expected=f"sm_{MIN_CAPABILITY} or later, which copies through tensor descriptors",
+            got=repr(target),
+            remedy="compile the register kernel for this target",
+        )
+    config = config or default_tma_config(part, gpu.arch)
+    boxes = plan_boxes(part, config.stage_bytes)
+    anchor = torch.empty(1, dtype=torch.int32, device="meta")
+    pages = torch.empty((2, 64), dtype=torch.int32, device="meta")
+    run_time = tma_arguments(boxes, (anchor, anchor), (64, 64), pages)
+    source = ast_source(relayout_tma_kernel, run_time, tma_variant(boxes, config))
+    report = compile_report(source, gpu, config.num_warps, 0)
+    ptx = report.assembly["ptx"]
+    buffers = len(_RING_BARRIER.findall(ptx))
+    return replace(
+        report,
+        bytes_in_flight=int(buffers * boxes.stage_bytes * boxes.payload_share),
+        ring_buffers=buffers,
+        stage_bytes=boxes.stage_bytes,
+        payload_share=boxes.payload_share,
+        bulk_loads=len(_BULK_LOAD.findall(ptx)),
+        bulk_stores=len(_BULK_STORE.findall(ptx)),
+    )
 
 
 def ast_source(kernel: Any, run_time: Mapping[str, Any], constants: Mapping[str, Any]) -> ASTSource:
     """The source and specialisation that a launch with these arguments would compile.
 
-    Pointers and integers that are multiples of 16 are known to be so, as at a launch.
+    As at a launch, an integer of 1 is a constant, and what is a multiple of 16 is known to be, but
+    for the parameters that the kernel says not to specialise.
     """
     if interpreted(kernel):
         raise RuntimeError(
@@ -120,24 +174,36 @@ def ast_source(kernel: Any, run_time: Mapping[str, Any], constants: Mapping[str,
     constexprs: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
-    def integer(path: tuple[int, ...], value: int) -> str:
+    def align(path: tuple[int, ...], value: int) -> None:
         if value % 16 == 0:
             attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
 
-    for i, name in enumerate(kernel.arg_names):
-        value = run_time.get(name)
+    def integer(path: tuple[int, ...], value: int) -> str:
+        if value == 1:
+            constexprs[path] = 1
+            return "constexpr"
+        align(path, value)
+        return _integer_type(value)
+
+    for i, parameter in enumerate(kernel.params):
+        name, value = parameter.name, run_time.get(parameter.name)
         if name in constants or value is None:
             signature[name], constexprs[(i,)] = "constexpr", constants.get(name)
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _POINTERS[value.dtype]
-            if value.data_ptr() % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, (torch.Tensor, TensorDescriptor)):
+            signature[name] = mangle_type(value)
+            if isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment:
+                align((i,), value.data_ptr())
         elif isinstance(value, tuple):
             signature[name] = tuple(integer((i, j), v) for j, v in enumerate(value))
+        elif parameter.do_not_specialize:
+            signature[name] = parameter.annotation_type or _integer_type(value)
         else:
             signature[name] = integer((i,), value)
     return ASTSource(kernel, signature, constexprs, attributes)
+
+
+def _integer_type(value: int) -> str:
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def compile_report(source: ASTSource, target: GPUTarget, num_warps: int, in_flight: int) -> Report:
