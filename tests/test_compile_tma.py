@@ -11,9 +11,9 @@ from cases import LATENT_PAIRS, LATENT_ROW_BYTES, PAIRS
 
 from hikv.boxes import plan_boxes
 from hikv.buffer import KVBuffer
-from hikv.compiled import compile_relayout_tma
+from hikv.compiled import ast_source, compile_relayout_tma
 from hikv.errors import ArgumentError, PathUnavailable
-from hikv.kernels.relayout_tma import Config, default_config, relayout_tma_kernel
+from hikv.kernels.relayout_tma import Config, arguments, default_config, relayout_tma_kernel
 from hikv.kernels.submit import interpreted
 from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
@@ -168,3 +168,17 @@ def test_a_summary_has_all_but_the_assembly():
     report = compile_relayout_tma(part)
     assert set(report.summary()) == set(vars(report)) - {"assembly"}
     assert report.summary()["ring_buffers"] == 8
+
+
+@pytest.mark.parametrize("num_pages", [1, 3, 16])
+def test_another_number_of_pages_makes_no_other_compilation(num_pages):
+    (part,) = parts(next(seed_specs()), "layer_first", "page_first")
+    boxes, constants = plan_boxes(part), {"BUFFERS": 8}
+    anchor = torch.empty(1, dtype=torch.int32, device="meta")
+    sources = []
+    for count in (2, num_pages):
+        pages = torch.zeros(2, count, dtype=torch.int32)
+        run_time = arguments(boxes, (anchor, anchor), (40, 40), pages)
+        source = ast_source(relayout_tma_kernel, run_time, constants)
+        sources.append((source.signature, source.constants, source.attrs))
+    assert sources[0] == sources[1]

@@ -52,7 +52,8 @@ def _coordinates(
     return coordinates
 
 
-@triton.jit
+# Neither the number of pages nor where a list of ids begins makes another compilation.
+@triton.jit(do_not_specialize=["src_pages", "dst_pages", "num_tiles"])
 def relayout_tma_kernel(
     src,
     dst,
