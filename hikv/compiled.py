@@ -191,7 +191,8 @@ def ast_source(kernel: Any, run_time: Mapping[str, Any], constants: Mapping[str,
             signature[name], constexprs[(i,)] = "constexpr", constants.get(name)
         elif isinstance(value, (torch.Tensor, TensorDescriptor)):
             signature[name] = mangle_type(value)
-            if isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment:
+            fixed = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            if isinstance(value, torch.Tensor) and not fixed:
                 align((i,), value.data_ptr())
         elif isinstance(value, tuple):
             signature[name] = tuple(integer((i, j), v) for j, v in enumerate(value))
