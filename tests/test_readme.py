@@ -1,0 +1,57 @@
+"""What the README says that a machine can check."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hikv.layout import get_layout, list_layouts
+from hikv.transfers import PATHS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def rows(first_title: str) -> list[list[str]]:
+    """Cells of the table whose first column is called `first_title`."""
+    table = re.search(rf"\| {first_title} \|.*\n\|[-|]+\n((?:\|.*\n)+)", README)
+    assert table is not None
+    return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in table[1].splitlines()]
+
+
+def test_the_first_example_runs_as_it_stands(tmp_path):
+    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert example is not None
+    script = tmp_path / "example.py"
+    script.write_text(example[1])
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.startswith("Transfer(path=")
+
+
+def test_the_table_of_layouts_is_that_of_the_code():
+    told = {name: (axes, latent) for name, axes, latent in rows("layout")}
+    layouts = {name: get_layout(name) for name in list_layouts()}
+    assert told == {
+        name: (" ".join(row.axes), " ".join(row.latent_axes) if row.latent_axes else "refused")
+        for name, row in layouts.items()
+    }
+
+
+def test_the_table_of_paths_names_every_path():
+    assert [row[0] for row in rows("path")] == list(PATHS)
+    for name, _, ctas in rows("path"):
+        assert ("block_quota" in ctas) == PATHS[name].block_quota
+
+
+def test_both_commands_are_targets_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make ([a-z-]+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
