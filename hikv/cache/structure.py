@@ -14,7 +14,6 @@ from hikv.cache.eviction import OrderedQueue, Policy
 from hikv.cache.node import (
     DEVICE,
     HOST,
-    TIERS,
     Arrival,
     Lock,
     Namespace,
@@ -43,7 +42,11 @@ class Structure:
     ) -> None:
         self.page_size, self.num_owners = page_size, num_owners
         self.roots: dict[Namespace, Node] = {}
-        self.queues: list[OrderedQueue[Node]] = [OrderedQueue(policy) for _ in TIERS]
+        # A host copy of what is still on the GPU goes first: losing it costs nothing now.
+        self.queues: list[OrderedQueue[Node]] = [
+            OrderedQueue(policy),
+            OrderedQueue(lambda node: (node.pages[DEVICE] is None, policy(node))),
+        ]
         self.evictable, self.protected = [0, 0], [0, 0]
         self.locks: set[Lock] = set()
         self.operations: set[Operation] = set()
@@ -146,6 +149,8 @@ class Structure:
         counter[tier] += node.num_pages * ((pages is not None) - (node.pages[tier] is not None))
         node.pages[tier] = pages
         self._settle(node, tier, before)
+        if tier == DEVICE:
+            self._refresh(node, HOST)
 
     def _expect(self, node: Node, tier: int, arrival: Arrival | None) -> None:
         """Make `arrival` what is on its way to `node` in `tier`, or end the wait for it."""

@@ -1,0 +1,228 @@
+"""Copies in flight between L1 and L2: queued, fenced, and acknowledged in the order they began.
+
+A copy goes through three states, and from each its pages and locks come back:
+
+- queued or running: its pages are reserved in the tree and not visible, its source is locked. An
+  abort stops it as early as its lane can.
+- done: still not visible. Progress is published after the bytes, and in order.
+- acknowledged: its pages are visible, or came back as surplus; its source is unlocked.
+
+Only the front of a queue is acknowledged, aborted copies too. So ranks that acknowledge equally
+many take the same decisions, however their copies were timed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hikv.cache.allocator import PageIds
+from hikv.cache.lanes import Copy, CopyFailed, CopyRequest, Fence, Lane, StreamLane, ThreadLane
+from hikv.cache.node import DEVICE, HOST, TIERS, Landed, Node, Operation
+from hikv.cache.pools import DevicePool, HostPool, PagePool
+from hikv.cache.tree import RadixTree
+from hikv.errors import ArgumentError, HikvError
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A copy in flight.
+
+    Attributes:
+        operation: what the tree knows of it.
+        copy: what its lane knows of it.
+        mine: which of its pages lie on this owner, bool `[num_pages]`.
+        nbytes: payload that this rank moves.
+        rid: the request that it loads for; `None` for a backup.
+        aborted: whether nothing of it shall become visible.
+    """
+
+    operation: Operation
+    copy: Copy
+    mine: npt.NDArray
+    nbytes: int
+    rid: Hashable | None = None
+    aborted: bool = False
+
+    def arrived(self) -> int:
+        """Once done: how many leading pages may become visible."""
+        if self.aborted:
+            return 0
+        own = np.flatnonzero(self.mine)
+        local = self.copy.arrived()
+        return int(own[local]) if local < own.size else self.mine.size
+
+    def failure(self) -> BaseException | None:
+        """Once done: why some of its pages will not become visible."""
+        return CopyFailed("the copy was aborted") if self.aborted else self.copy.failure()
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """A ticket that left its queue, how many of its pages arrived, and what the tree made of it."""
+
+    ticket: Ticket
+    arrived: int
+    landed: Landed
+
+    @property
+    def whole(self) -> bool:
+        """Whether every page arrived."""
+        return self.arrived == self.ticket.mine.size
+
+
+def default_lanes(device: DevicePool, **options: Any) -> tuple[Lane, Lane]:
+    """Lanes into the device tier and into the host tier: streams, or threads on the CPU.
+
+    `options`: `path` and `block_quota` of the streams' transfers.
+    """
+    if device.device.type == "cpu":
+        return ThreadLane("hikv-load-back"), ThreadLane("hikv-backup")
+    return StreamLane(device.device, **options), StreamLane(device.device, **options)
+
+
+class Controller:
+    """Both directions of copying.
+
+    Args:
+        tree: keeps the books of what is on its way.
+        device, host: pools of equal geometry; checked here, once.
+        lanes: into the device tier and into the host tier.
+        fences: asked at every submission for what the copy must wait for on the GPU side: what
+            produced the pages there and last used those that are overwritten.
+        layerwise: whether load-backs can be waited for layer by layer; else as a whole.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        device: DevicePool,
+        host: HostPool,
+        *,
+        lanes: tuple[Lane, Lane],
+        fences: Callable[[], Sequence[Fence]],
+        layerwise: bool,
+    ) -> None:
+        _check_pair(device, host)
+        self.tree = tree
+        self.pools: tuple[PagePool, PagePool] = (device, host)
+        self.queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
+        self._lanes, self._fences, self._layerwise = lanes, fences, layerwise
+
+    def start(
+        self, tier: int, nodes: Sequence[Node], pages: PageIds, rid: Hashable | None = None
+    ) -> Ticket:
+        """Copy a path of nodes into `pages` of `tier`, as far as these reach.
+
+        The pages belong to the tree from here on, and come back through `acknowledge`. Raises
+        `ArgumentError` as `begin_backup` and `begin_load_back` of the tree do, and whatever a fence
+        or the lane raises; nothing is in flight and the pages stay the caller's then.
+        """
+        begin = self.tree.begin_load_back if tier == DEVICE else self.tree.begin_backup
+        operation = begin(nodes, pages)
+        try:
+            ticket = self._submit(operation, rid)
+        except BaseException:
+            self.tree.finish(operation, 0)
+            raise
+        self.queues[tier].append(ticket)
+        return ticket
+
+    def _submit(self, operation: Operation, rid: Hashable | None) -> Ticket:
+        tier = operation.tier
+        source, target = self.pools[1 - tier], self.pools[tier]
+        src_pages, dst_pages = operation.pairs
+        mine = target.mine(dst_pages)
+        request = CopyRequest(
+            [(source.buffers[name], target.buffers[name]) for name in source.buffers],
+            source.local(src_pages[mine]),
+            target.local(dst_pages[mine]),
+            self._fences(),
+            layerwise=self._layerwise and tier == DEVICE,
+        )
+        return Ticket(operation, self._lanes[tier].submit(request), mine, request.nbytes, rid)
+
+    def ready(self, tier: int) -> int:
+        """How many copies at the front of the queue into `tier` are done."""
+        return sum(1 for _ in takewhile(lambda ticket: ticket.copy.done(), self.queues[tier]))
+
+    def acknowledge(self, tier: int, count: int) -> Iterator[Acknowledged]:
+        """Take the first `count` copies into `tier` off the queue, waiting for each if need be.
+
+        What fails is acknowledged with what arrived of it. The surplus pages are the caller's.
+        """
+        for ticket in list(islice(self.queues[tier], count)):
+            ticket.copy.synchronize()
+            arrived = ticket.arrived()
+            self.queues[tier].popleft()
+            yield Acknowledged(ticket, arrived, self.tree.finish(ticket.operation, arrived))
+
+    def place(self, ticket: Ticket) -> int:
+        """How many acknowledgements of its tier it takes until `ticket` is through; 0: it is."""
+        queue = self.queues[ticket.operation.tier]
+        return queue.index(ticket) + 1 if ticket in queue else 0
+
+    @staticmethod
+    def abort(ticket: Ticket) -> None:
+        """Let nothing of `ticket` become visible; its acknowledgement, in turn, returns all."""
+        ticket.aborted = True
+        ticket.copy.withdraw()
+
+    def abort_all(self) -> None:
+        """Abort whatever is in flight."""
+        for queue in self.queues:
+            for ticket in queue:
+                self.abort(ticket)
+
+    def check(self) -> None:
+        """Every operation of the tree is on one queue. Raises `HikvError`."""
+        tickets = [ticket for queue in self.queues for ticket in queue]
+        if {ticket.operation for ticket in tickets} != self.tree.operations:
+            raise HikvError("tickets: the queues and the tree disagree on what is in flight")
+        for tier in (DEVICE, HOST):
+            serials = [ticket.operation.serial for ticket in self.queues[tier]]
+            if serials != sorted(serials):
+                raise HikvError(f"tickets: the {TIERS[tier]} queue is out of order")
+
+    def close(self) -> None:
+        """Close both lanes."""
+        for lane in self._lanes:
+            lane.close()
+
+
+def _check_pair(device: DevicePool, host: HostPool) -> None:
+    """Both pools hold the same rows in the same shards, where copies between them can run."""
+    for what, ours, theirs in (
+        ("buffers", sorted(device.buffers), sorted(host.buffers)),
+        ("owners", (device.num_owners, device.owner), (host.num_owners, host.owner)),
+        ("host device", "cpu", host.device.type),
+    ):
+        if ours != theirs:
+            raise ArgumentError(
+                "host",
+                expected=f"{what} {ours}",
+                got=str(theirs),
+                remedy="make it with HostPool.beside(device)",
+            )
+    for name, buffer in device.buffers.items():
+        mirror = host.buffers[name]
+        if not buffer.spec.same_geometry(mirror.spec):
+            raise ArgumentError(
+                f"host buffer {name!r}",
+                expected=f"the geometry of the device's, {buffer.spec.geometry}",
+                got=str(mirror.spec.geometry),
+                remedy="take the rows from the device's own tensors: HostPool.beside(device)",
+            )
+        if buffer.device.type != "cpu" and not mirror.pinned:
+            raise ArgumentError(
+                f"host buffer {name!r}",
+                expected="pinned memory beside a GPU",
+                got=repr(mirror),
+                remedy="make it with HostPool.beside(device), or KVBuffer.empty(…, pinned=True)",
+            )

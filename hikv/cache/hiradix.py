@@ -1,0 +1,414 @@
+"""`HiRadixCache`: a prefix cache over the GPU and host memory, joined from the floors below.
+
+The states of a prefix, node by node:
+
+| state | where its bytes are | what `match_prefix` says |
+|---|---|---|
+| on the GPU | L1, with or without a copy in L2 | part of `device_len` |
+| on the host | L2 alone | part of `host_len`, until a load-back is acknowledged |
+| in flight | in one tier, on the way to the other | as if only the first tier held it |
+| unknown | nowhere here, perhaps in storage | nothing: `storage_len` is `None` until asked |
+
+One thread owns a cache and calls every verb; only the copies run beside it. No scheduler is
+assumed, and no verb waits for another rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from hikv.cache.allocator import PageIds, as_ids
+from hikv.cache.config import HiCacheConfig
+from hikv.cache.controller import Controller, default_lanes
+from hikv.cache.events import EventStream, KVEvent
+from hikv.cache.explain import Explanation
+from hikv.cache.lanes import Fences, Lane, as_fences
+from hikv.cache.ledger import Ledger, match_lengths
+from hikv.cache.metrics import Metrics
+from hikv.cache.node import DEVICE, HOST, TIERS, Namespace, join
+from hikv.cache.placement import Placement
+from hikv.cache.pools import DevicePool, HostPool
+from hikv.cache.requests import (
+    AdmissionCost,
+    InsertResult,
+    Lengths,
+    LoadBack,
+    Progress,
+    Request,
+)
+from hikv.cache.tree import RadixTree
+from hikv.errors import ArgumentError, CapacityError, HikvError
+
+ANYONE = Namespace()
+
+
+class HiRadixCache:
+    """The façade.
+
+    Args:
+        device, host: the pools; `HostPool.beside(device, config)` makes the second.
+        config: every setting; here count `write_policy`, `write_through_threshold`, `eviction`,
+            `granularity`, `load_back_threshold`, `layerwise`, `io_backend` and `block_quota`.
+        after: what every copy waits for on the GPU side: the stream or events on which the engine
+            computes, or a function that is asked for them at each submission. `None` says that the
+            engine is always through when it calls, as on the CPU. There is no default: a missing
+            fence is how caches get corrupted.
+        on_event: gets every `KVEvent`, in order, from `poll`.
+        metrics: where to count; default a registry of its own.
+        lanes: into the device tier and into the host tier; default streams, or threads on the CPU.
+        token_dtype: int32 or int64.
+        clock: seconds, for the deadlines of pins.
+
+    Raises `ArgumentError` for pools of different geometry, and for settings that need storage,
+    which this cache has none of.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        config: HiCacheConfig | None = None,
+        *,
+        after: Fences | Callable[[], Fences],
+        on_event: Callable[[KVEvent], None] | None = None,
+        metrics: Metrics | None = None,
+        lanes: tuple[Lane, Lane] | None = None,
+        token_dtype: npt.DTypeLike = np.int32,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config = (config or HiCacheConfig()).normalized()
+        _refuse_storage(config)
+        for buffer in device.buffers.values():
+            config.check(buffer.spec)
+        self.device, self.host, self.page_size = device, host, device.page_size
+        self.metrics, self.events = metrics or Metrics(), EventStream(on_event)
+        self.tree = RadixTree(
+            device.page_size,
+            policy=config.eviction,
+            granularity=config.granularity,
+            num_owners=device.num_owners,
+            token_dtype=token_dtype,
+            clock=clock,
+        )
+        self.controller = Controller(
+            self.tree,
+            device,
+            host,
+            lanes=lanes or default_lanes(device, **config.copy_options),
+            fences=lambda: as_fences(after() if callable(after) else after),
+            layerwise=config.layerwise,
+        )
+        self.placement = Placement(
+            self.controller, self.events, self.metrics, config.backup_after_uses
+        )
+        self.ledger = Ledger(self.placement)
+        self.counts: Counter[str] = Counter()
+
+    def poll(self, limits: tuple[int, int] | None = None) -> Progress:
+        """Acknowledge copies that are done, in the order they began, and deliver events.
+
+        Call it once a tick, first. `limits`: exactly so many load-backs and backups, as ranks
+        agreed; it waits for those that are not done here. `None` takes what `ready()` counts.
+        """
+        loads, backups = self.ready() if limits is None else limits
+        backed_up = self.placement.acknowledge_backups(backups)
+        loaded, failed = self._acknowledge_loads(loads)
+        self.tree.expire_pins()
+        self.events.deliver()
+        return Progress(backed_up, loaded, failed)
+
+    def ready(self) -> tuple[int, int]:
+        """How many load-backs and backups `poll()` would acknowledge; ranks take the minimum."""
+        return self.controller.ready(DEVICE), self.controller.ready(HOST)
+
+    def match_prefix(
+        self, tokens: npt.ArrayLike, namespace: Namespace = ANYONE, limit: int | None = None
+    ) -> Lengths:
+        """How much of `tokens` `[n]` each tier holds, of at most `limit` tokens.
+
+        Pure. Nothing is protected, so do not plan on it: `acquire` matches and locks in one step.
+        """
+        prompt = as_ids("tokens", tokens, self.tree.token_dtype)
+        return match_lengths(self.tree.match(namespace, prompt, limit), prompt.size)
+
+    def acquire(
+        self,
+        rid: Hashable,
+        tokens: npt.ArrayLike,
+        namespace: Namespace = ANYONE,
+        limit: int | None = None,
+    ) -> Request:
+        """Match, lock, and open a request; `release` or `cancel` closes it.
+
+        `limit`: reuse at most so many tokens; `n − 1` leaves one to compute, whose output is the
+        first new token. Raises `ArgumentError` for an `rid` that is open.
+        """
+        if rid in self.ledger.requests:
+            raise ArgumentError(
+                "rid", expected="one not in use", got=repr(rid), remedy="release it first"
+            )
+        prompt = as_ids("tokens", tokens, self.tree.token_dtype).copy()
+        return self.ledger.open(rid, namespace, prompt, self.tree.acquire(namespace, prompt, limit))
+
+    def prefetch(self, rid: Hashable) -> int:
+        """Ask storage for what follows the cached prefix; returns the tokens it will bring.
+
+        No storage is attached, so the honest answer is that nothing is there: `storage_len` is 0
+        from now on.
+        """
+        request = self.ledger[rid]
+        request.lengths = replace(request.lengths, storage_len=0)
+        return 0
+
+    def prefetch_ready(self, rid: Hashable) -> bool:
+        """Whether the open request need not wait for its prefetch: always so without storage."""
+        return rid in self.ledger.requests
+
+    def admission_cost(self, rid: Hashable) -> AdmissionCost:
+        """What the request takes if all that the host holds of it is loaded and the rest computed.
+
+        Host hits cost GPU pages as new tokens do. `available` counts what is free and what eviction
+        could free; pages in use or on their way are not in it.
+        """
+        request = self.ledger[rid]
+        lengths = request.lengths
+        load = lengths.loaded_len if request.loads else lengths.host_len
+        total = -(-request.tokens.size // self.page_size)
+        free = self.device.allocator.longest_chain(self.ledger.next_owner(request))
+        names = list(self.device.buffers)
+        return AdmissionCost(
+            load,
+            request.tokens.size - lengths.device_len - load,
+            dict.fromkeys(names, total - request.pages.size),
+            dict.fromkeys(names, free + self.tree.evictable[DEVICE]),
+        )
+
+    def load_back(self, rid: Hashable, quota: int | None = None) -> LoadBack:
+        """Start to bring what the host holds of the request to the GPU.
+
+        `quota`: at most so many tokens. What exceeds it, or the room that evicting others makes,
+        stays on the host. Call it before `allocate`. The pages are the request's at once (wait for
+        them with its `wait_layer` or `wait`), everyone else's once acknowledged.
+        """
+        request = self.ledger[rid]
+        if request.host_lock is None or request.own.size or request.loads:
+            raise ArgumentError(
+                "rid",
+                expected="a request that has not loaded, allocated or inserted yet",
+                got=repr(request),
+                remedy="acquire, then load_back once, then allocate",
+            )
+        result = self._load_back(request, quota)
+        request.reasons = result.reasons
+        return result
+
+    def allocate(self, rid: Hashable, num_tokens: int) -> PageIds:
+        """Make the request's page table cover `num_tokens` tokens; returns the new pages.
+
+        They are its own, of unknown content, behind what is cached and loading. Evicts as needed.
+        Raises `CapacityError`, changing nothing, when there is no room.
+        """
+        request = self.ledger[rid]
+        count = max(0, -(-num_tokens // self.page_size) - request.pages.size)
+        owner = self.ledger.next_owner(request)
+        pages = self.placement.alloc(DEVICE, count, owner)
+        if pages is None:
+            raise CapacityError(
+                f"GPU pages for request {rid!r}",
+                required=count,
+                available=self.device.allocator.longest_chain(owner),
+                unit="pages",
+                remedy="poll, or release a request, and try again",
+            )
+        request.pages = join([request.pages, pages])
+        request.own = join([request.own, pages])
+        return pages
+
+    def insert(
+        self, rid: Hashable, tokens: npt.ArrayLike | None = None, *, priority: int = 0
+    ) -> InsertResult:
+        """Make what the request has computed findable, and start the copies its policy wants.
+
+        `tokens` `[n]`: those whose KV is computed: the prompt (default), or prompt and output less
+        the last sampled token, which has none. ⌊n / page_size⌋ pages enter. The request stays open;
+        its page table names the canonical pages from here on, and only then are its duplicates
+        freed. Waits for the request's load-back, as its forward pass has done before.
+
+        Under context parallelism, pages that are not on the owners which the cached prefix gives
+        them stay private: the result says so. Raises `CopyFailed` if the load-back failed.
+        """
+        request = self.ledger[rid]
+        given = request.tokens if tokens is None else tokens
+        prompt = as_ids("tokens", given, self.tree.token_dtype)
+        if request.ticket is not None:
+            self._acknowledge_loads(self.controller.place(request.ticket))
+        request.refuse_failed()
+        count = prompt.size // self.page_size
+        if count > request.pages.size:
+            raise ArgumentError(
+                "tokens",
+                expected=f"at most {request.pages.size} pages of tokens, as the page table has",
+                got=f"{prompt.size} tokens, {count} pages",
+                remedy="allocate() what is computed, and leave the last sampled token out",
+            )
+        if reason := self.ledger.misfit(request, prompt):
+            return InsertResult(request.pages, 0, 0, reason)
+        table = request.pages[:count]
+        done = self.tree.insert(request.namespace, prompt, table, priority=priority)
+        self.ledger.adopt(request, done)
+        for node in [*done.revived, *([done.created] if done.created else [])]:
+            self.events.stored(node, DEVICE)
+        self.placement.write(done.node)
+        self.counts["duplicate_pages"] += done.duplicates.size
+        length = count * self.page_size
+        return InsertResult(request.pages, length, int(done.duplicates.size), None)
+
+    def evict(self, num_pages: int, tier: str = "device") -> int:
+        """Free about `num_pages` pages of `"device"` or `"host"`; returns how many it freed.
+
+        Nothing in use goes. On the GPU, what is backed up stays on the host; `placement` says what
+        becomes of the rest.
+        """
+        if tier not in TIERS:
+            raise ArgumentError(
+                "tier", expected=f"one of {', '.join(TIERS)}", got=repr(tier), remedy="correct it"
+            )
+        return self.placement.evict(TIERS.index(tier), num_pages)
+
+    def release(self, rid: Hashable) -> None:
+        """Close a request: its locks go, and the pages that nobody can find. Cached pages stay."""
+        self.metrics.record(self.explain(rid))
+        self.ledger.close(self.ledger[rid])
+
+    def cancel(self, rid: Hashable) -> None:
+        """Close a request wherever it stands. Nothing of a load-back in flight becomes visible; its
+        pages come back when a `poll` acknowledges it."""
+        request = self.ledger[rid]
+        if request.ticket is not None:
+            self.controller.abort(request.ticket)
+        self.ledger.close(request)
+
+    def explain(self, rid: Hashable) -> Explanation:
+        """Where the request's prompt was, what was loaded, and why the rest is computed."""
+        request = self.ledger[rid]
+        lengths, host_lock = request.lengths, request.host_lock
+        return Explanation(
+            str(rid),
+            self.page_size,
+            request.tokens.size,
+            lengths.device_len,
+            lengths.host_len,
+            lengths.storage_len,
+            lengths.loaded_len,
+            request.reasons if lengths.host_len > lengths.loaded_len else (),
+            request.device_lock.node.serial,
+            None if host_lock is None else host_lock.node.serial,
+            self.config.write_policy,
+            self.config.prefetch_policy,
+        )
+
+    def reset(self) -> None:
+        """Empty both tiers. Raises `ArgumentError` while requests are open: they name pages."""
+        if self.ledger.requests:
+            raise ArgumentError(
+                "cache",
+                expected="no open request",
+                got=f"{len(self.ledger.requests)}: {list(self.ledger.requests)[:3]} …",
+                remedy="release or cancel them first",
+            )
+        self.controller.abort_all()
+        self.placement.acknowledge_backups(len(self.controller.queues[HOST]))
+        self._acknowledge_loads(len(self.controller.queues[DEVICE]))
+        for pin in list(self.tree.locks):
+            self.tree.release(pin)
+        for tier, pool in enumerate(self.placement.pools):
+            for victim in self.tree.evict(tier, pool.num_pages):
+                self.placement.free(tier, victim.pages)
+        self.events.cleared()
+
+    def check(self) -> None:
+        """Prove the books: free and owned pages are disjoint and all, every count equals a walk of
+        the tree, every lock has an owner. Raises `HikvError` naming the broken rule."""
+        self.tree.check()
+        self.controller.check()
+        self.device.allocator.check(join([self.tree.owned(DEVICE), self.ledger.own_pages()]))
+        self.host.allocator.check(self.tree.owned(HOST))
+        owned = {operation.lock for operation in self.tree.operations}
+        owned |= {k for r in self.ledger.requests.values() for k in self.ledger.locks(r)}
+        strange = [lock for lock in self.tree.locks ^ owned if lock.deadline == inf]
+        if strange:
+            raise HikvError(f"locks: {strange} are held by nobody, or owned but not held")
+
+    def stats(self) -> dict[str, int]:
+        """Pages by tier and state, open requests, and what was dropped, skipped or doubled."""
+        now = {"open_requests": len(self.ledger.requests)}
+        for tier, (name, pool) in enumerate(zip(TIERS, self.placement.pools, strict=True)):
+            now[f"{name}_pages"] = pool.num_pages
+            now[f"{name}_free"] = pool.allocator.num_free
+            now[f"{name}_evictable"] = self.tree.evictable[tier]
+            now[f"{name}_protected"] = self.tree.protected[tier]
+            now[f"{name}_copies_in_flight"] = len(self.controller.queues[tier])
+        return {**now, **self.placement.counts, **self.counts}
+
+    def close(self) -> None:
+        """Finish the copies in flight and give the lanes back."""
+        self.controller.close()
+
+    def _load_back(self, request: Request, quota: int | None) -> LoadBack:
+        waiting = self.ledger.catch_up(request)
+        span = sum(node.num_pages for node in waiting)
+        if not waiting:
+            return LoadBack("nothing")
+        if waiting[0].arriving[DEVICE] is not None:
+            return LoadBack("defer", reasons=("in_flight",))
+        wanted = span if quota is None else min(span, quota // self.page_size)
+        if not self._pays(wanted):
+            short = "load_back_threshold" if wanted == span else "gpu_quota"
+            return LoadBack("recompute", reasons=(short,))
+        owner = self.ledger.next_owner(request)
+        room = self.placement.room(DEVICE, wanted, owner)
+        if not self._pays(room):
+            others = len(self.ledger.requests) > 1 or any(self.controller.queues)
+            outcome, why = ("defer", "locked") if others else ("recompute", "no_room")
+            return LoadBack(outcome, reasons=(why,))
+        pages = self.device.allocator.alloc(room, owner)
+        request.ticket = self.placement.start(DEVICE, waiting, pages, request.rid)
+        request.pages, request.loads = join([request.pages, pages]), True
+        self.ledger.set_loaded(request, room)
+        left = [("gpu_quota", wanted < span), ("no_room", room < wanted)]
+        return LoadBack(
+            "loading", room * self.page_size, tuple(why for why, holds in left if holds)
+        )
+
+    def _pays(self, num_pages: int) -> bool:
+        return num_pages > 0 and num_pages * self.page_size >= self.config.load_back_threshold
+
+    def _acknowledge_loads(self, count: int) -> tuple[int, list[Hashable]]:
+        """Pages that arrived, and the open requests whose load-back failed."""
+        loaded, failed = 0, []
+        for done in self.controller.acknowledge(DEVICE, count):
+            self.placement.count(done)
+            for node in done.landed.nodes:
+                self.events.stored(node, DEVICE)
+            loaded += done.arrived
+            if request := self.ledger.loaded(done):
+                failed.append(request.rid)
+        return loaded, failed
+
+
+def _refuse_storage(config: HiCacheConfig) -> None:
+    for name, plain in (("storage", None), ("host_mode", "cache"), ("enabled", True)):
+        if getattr(config, name) != plain:
+            raise ArgumentError(
+                f"config.{name}",
+                expected=f"{plain!r}: this cache has a GPU and a host tier, and no storage",
+                got=repr(getattr(config, name)),
+                remedy=f"set {name}={plain!r}",
+            )

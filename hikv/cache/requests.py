@@ -1,0 +1,138 @@
+"""What the cache knows of one request, and what its verbs answer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hikv.cache.allocator import PageIds
+from hikv.cache.controller import Ticket
+from hikv.cache.lanes import CopyFailed
+from hikv.cache.node import NO_IDS, Lock, Namespace, Tokens
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The five lengths of a prompt, in tokens, never to be mixed.
+
+    Attributes:
+        device_len: readable on the GPU now.
+        host_len: the tokens after them that the host holds. A candidate, no promise: none of them
+            is usable before `load_back`.
+        loaded_len: of those, the ones that `load_back` brings for this request.
+        storage_len: what storage holds beyond; `None` until `prefetch` has asked it.
+        extend_len: what has to be computed: the prompt less `device_len` less `loaded_len`.
+    """
+
+    device_len: int
+    host_len: int
+    loaded_len: int
+    storage_len: int | None
+    extend_len: int
+
+
+class LoadBack(NamedTuple):
+    """What `load_back` decided.
+
+    `outcome`: `"loading"` (`loaded_len` tokens are on their way; wait for them per layer or as a
+    whole), `"nothing"` (the host holds no more than the GPU), `"recompute"` (loading does not pay,
+    or there will be no room) or `"defer"` (room, or these very pages, may be there after a `poll`:
+    ask again, or compute). `reasons`, keys of `explain.REASONS`, say why tokens stay on the host.
+    """
+
+    outcome: str
+    loaded_len: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+class AdmissionCost(NamedTuple):
+    """What admitting a request takes.
+
+    `load_len`, `extend_len`: tokens to load back and to compute. `pages`: GPU pages that it would
+    take of each pool. `available`: pages of each that are free or could be evicted.
+    """
+
+    load_len: int
+    extend_len: int
+    pages: Mapping[str, int]
+    available: Mapping[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every pool has the pages."""
+        return all(self.available[name] >= count for name, count in self.pages.items())
+
+
+class InsertResult(NamedTuple):
+    """What `insert` did.
+
+    `pages`: the request's page table, rewritten to the canonical pages. `inserted_len`: tokens that
+    others can find now. `duplicates`: pages of the request that gave way to pages already there,
+    and are free again. `private`: why nothing was inserted, or `None`; the pages stay the request's
+    own.
+    """
+
+    pages: PageIds
+    inserted_len: int
+    duplicates: int
+    private: str | None
+
+
+class Progress(NamedTuple):
+    """What a `poll` acknowledged: pages backed up and loaded, and the requests whose load-back
+    failed, each of which has to be cancelled and acquired again."""
+
+    backed_up: int
+    loaded: int
+    failed: list[Hashable]
+
+
+@dataclass(eq=False)
+class Request:
+    """A request between `acquire` and `release`.
+
+    Attributes:
+        rid: the caller's name for it.
+        namespace, tokens: its prompt.
+        pages: its page table so far: cached, then loading, then allocated pages.
+        lengths: as of now.
+        own: those of `pages` that no node of the tree holds, and pages that gave way to others
+            while they were loaded; freed with the request.
+        failed: why its load-back failed, if it did. Its pages must not be read then.
+        loads: whether a load-back was started for it.
+        reasons: why tokens that the host holds are computed, keys of `explain.REASONS`.
+    """
+
+    rid: Hashable
+    namespace: Namespace
+    tokens: Tokens
+    pages: PageIds
+    lengths: Lengths
+    device_lock: Lock = field(repr=False)
+    host_lock: Lock | None = field(repr=False)
+    own: PageIds = field(default_factory=lambda: NO_IDS, repr=False)
+    ticket: Ticket | None = field(default=None, repr=False)
+    loads: bool = False
+    failed: str | None = None
+    reasons: tuple[str, ...] = ("gpu_quota",)  # until load_back is called, it has no quota
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Before layer `layer` is computed: let `stream` (on the CPU: the caller) wait for what is
+        loading of it. Raises `CopyFailed` when that failed."""
+        self.refuse_failed()
+        if self.ticket is not None:
+            self.ticket.copy.wait_layer(layer, stream)
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """The same for all layers at once, for a runtime that steps as a whole."""
+        self.refuse_failed()
+        if self.ticket is not None:
+            self.ticket.copy.wait(stream)
+
+    def refuse_failed(self) -> None:
+        """Raise `CopyFailed` if the request's load-back failed."""
+        if self.failed is not None:
+            raise CopyFailed(f"request {self.rid!r}: {self.failed}; cancel it and acquire again")
