@@ -22,6 +22,16 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hikv.assembly import (
+    accesses,
+    amd_resources,
+    amd_steps,
+    loads_first,
+    ptx_accesses,
+    ptxas_resources,
+    sass_steps,
+    widths,
+)
 from hikv.boxes import plan_boxes
 from hikv.errors import ArgumentError
 from hikv.kernels.relayout import Config, arguments, default_config, relayout_kernel, variant
@@ -33,9 +43,6 @@ from hikv.kernels.relayout_tma import variant as tma_variant
 from hikv.kernels.submit import interpreted, word_dtype
 from hikv.plan import PartPlan
 
-_ACCESS = re.compile(
-    r"\b(ld|st)\.(?:\w+\.)*?global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[bsuf](\d+)\b"
-)
 _BULK_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global\b")
 _BULK_STORE = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared::\w+\b")
 _RING_BARRIER = re.compile(r"\bmbarrier\.init\b")
@@ -62,8 +69,8 @@ class Report:
         spill_bytes: spilled stores and loads per thread (scratch on AMD).
         shared_bytes: shared memory of a CTA, rings included.
         load_widths, store_widths: bytes of each access to global memory → how many a thread makes.
-        loads_first: whether every wide load of a tile comes ahead of its first store, in the final
-            machine code.
+        loads_first: whether every 16-byte load of a tile comes ahead of its first store, along the
+            control flow of the final machine code.
         bytes_in_flight: payload a CTA has requested before it waits.
         ring_buffers: loads that a ring in shared memory keeps in flight; 0 without a ring.
         stage_bytes: shared memory of each of them.
@@ -216,27 +223,29 @@ def compile_report(source: ASTSource, target: GPUTarget, num_warps: int, in_flig
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=target, options=options)
-    shared = compiled.metadata.shared
-    name = source.fn.__name__
+    asm = compiled.asm
     if target.backend == "hip":
-        return _amd_report(name, target.arch, compiled.asm["amdgcn"], shared, in_flight)
-    used = re.search(r"Used (\d+) registers", log.getvalue())
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
-    if used is None or spills is None:
-        raise RuntimeError(f"no resource report from the assembler: {log.getvalue()!r}")
-    sass = disassemble(compiled.asm["cubin"])
-    loads, stores = _ptx_widths(compiled.asm["ptx"])
+        steps = amd_steps(asm["amdgcn"])
+        loads, stores = widths(accesses(steps))
+        resources = amd_resources(asm["amdgcn"])
+        assembly = {"amdgcn": asm["amdgcn"]}
+    else:
+        sass = disassemble(asm["cubin"])
+        steps = sass_steps(sass)
+        loads, stores = widths(ptx_accesses(asm["ptx"]))
+        resources = ptxas_resources(log.getvalue())
+        assembly = {"ptx": asm["ptx"], "cubin": asm["cubin"], "sass": sass}
     return Report(
-        kernel=name,
-        target=f"sm_{target.arch}",
-        registers=int(used[1]),
-        spill_bytes=int(spills[1]) + int(spills[2]),
-        shared_bytes=shared,
+        kernel=source.fn.__name__,
+        target=target.arch if target.backend == "hip" else f"sm_{target.arch}",
+        registers=resources.registers,
+        spill_bytes=resources.spill_bytes,
+        shared_bytes=compiled.metadata.shared,
         load_widths=loads,
         store_widths=stores,
-        loads_first=_loads_first(re.findall(r"\b(LDG|STG)\.E\.(?:\w+\.)*128\b", sass), "LDG"),
+        loads_first=loads_first(steps),
         bytes_in_flight=in_flight,
-        assembly={"ptx": compiled.asm["ptx"], "cubin": compiled.asm["cubin"], "sass": sass},
+        assembly=assembly,
     )
 
 
@@ -247,45 +256,3 @@ def disassemble(cubin: bytes) -> str:
         path.write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def _amd_report(kernel: str, arch: str, assembly: str, shared: int, in_flight: int) -> Report:
-    widths = {"": 4, "x2": 8, "x3": 12, "x4": 16}
-    loads: dict[int, int] = {}
-    stores: dict[int, int] = {}
-    order = []
-    for kind, width in re.findall(r"\bglobal_(load|store)_dword(x[234])?\b", assembly):
-        counts = loads if kind == "load" else stores
-        counts[widths[width]] = counts.get(widths[width], 0) + 1
-        if width == "x4":
-            order.append(kind)
-    registers = re.search(r"\.vgpr_count:\s*(\d+)", assembly)
-    scratch = re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)
-    if registers is None or scratch is None:
-        raise RuntimeError("no resource report in the AMD assembly")
-    return Report(
-        kernel=kernel,
-        target=arch,
-        registers=int(registers[1]),
-        spill_bytes=int(scratch[1]),
-        shared_bytes=shared,
-        load_widths=loads,
-        store_widths=stores,
-        loads_first=_loads_first(order, "load"),
-        bytes_in_flight=in_flight,
-        assembly={"amdgcn": assembly},
-    )
-
-
-def _ptx_widths(ptx: str) -> tuple[dict[int, int], dict[int, int]]:
-    counts: dict[str, dict[int, int]] = {"ld": {}, "st": {}}
-    for kind, vector, bits in _ACCESS.findall(ptx):
-        width = int(vector or 1) * int(bits) // 8
-        counts[kind][width] = counts[kind].get(width, 0) + 1
-    return counts["ld"], counts["st"]
-
-
-def _loads_first(order: list[str], load: str) -> bool:
-    """Whether no wide load follows a wide store."""
-    stores = [i for i, kind in enumerate(order) if kind != load]
-    return not stores or load not in order[stores[0] :]
