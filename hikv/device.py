@@ -209,6 +209,51 @@ def _nearest_node(nvml: Any, handle: Any) -> int | None:
     return next(nodes, None)
 
 
+# Bits of NVML's clock event reasons that slow a copy or a kernel down against the GPU's own will.
+_THROTTLES = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+def disturbances(index: int) -> tuple[str, ...]:
+    """What would spoil a timing on the GPU with CUDA ordinal `index` now, a sentence each: other
+    processes on it, and throttled clocks, as NVML sees them. Nothing is known on AMD.
+    """
+    info = device_info(index)
+    if info is None or info.vendor != "nvidia":
+        return ()
+    nvml = _start_nvml()
+    if isinstance(nvml, str):
+        return ()
+    try:
+        handle = _ask(nvml, "nvmlDeviceGetHandleByUUID", info.uuid)
+        running = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle) or ()
+        reasons = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    finally:
+        nvml.nvmlShutdown()
+    others = _other_processes({process.pid for process in running})
+    busy = [f"process {pid} is on {info.name} too: end it" for pid in others]
+    slow = [
+        f"{info.name} is throttled by {what}: let it cool, or look at its power and fans"
+        for bit, what in _THROTTLES.items()
+        if reasons & bit
+    ]
+    return (*busy, *slow)
+
+
+def _other_processes(pids: set[int], proc: Path = Path("/proc")) -> list[int]:
+    """Those of `pids` that are not this process. NVML counts outside of a container, whose own
+    process it then lists under a number that nobody in there knows."""
+    others = sorted(pids - {os.getpid()})
+    unknown = [pid for pid in others if not (proc / str(pid)).exists()]
+    if len(others) == len(pids) and unknown:
+        others.remove(unknown[0])
+    return others
+
+
 def numa_of_gpu(bus_id: str, *, sysfs: Path = SYSFS) -> int | None:
     """Host node of the PCI device `bus_id` (`"0000:3b:00.0"`); `None` if the kernel names none."""
     path = sysfs / "bus" / "pci" / "devices" / bus_id.lower() / "numa_node"

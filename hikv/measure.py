@@ -115,8 +115,10 @@ class Timing:
 
     def gbps(self, percentile: float = 50) -> float:
         """Rate that `percentile` percent of the samples do not exceed; 50 is the median."""
-        rates = [self.nbytes / sample.seconds / 1e9 for sample in self.samples]
-        return float(np.percentile(rates, percentile))
+        rates = sorted(self.nbytes / sample.seconds / 1e9 for sample in self.samples)
+        place = (len(rates) - 1) * percentile / 100
+        below, above = rates[math.floor(place)], rates[math.ceil(place)]
+        return below + (place - math.floor(place)) * (above - below)
 
     @property
     def spread(self) -> float:

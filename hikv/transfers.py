@@ -21,7 +21,7 @@ from hikv.kernels.relayout_tma import PATH as TMA
 from hikv.kernels.staged import PATH as STAGED
 from hikv.kernels.submit import Path, on_stream, upload_pages
 from hikv.plan import PATH_OBSTACLES, CopyPlan, plan_transfer
-from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, choose
+from hikv.tuning import Choice, choose, tuned
 
 PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, CPU)}
 """Every path by name."""
@@ -137,7 +137,7 @@ def transfer(
     fences = _check_fences(after)
     _check_quota(path, block_quota)
     plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
-    choice = _choose(plan, path, block_quota)
+    choice = _choose(plan, path, block_quota, layerwise)
     reason = obstacle(choice.path, plan)
     if layerwise and not PATHS[choice.path].layerwise:
         reason = reason or "it moves whole pages, not layer by layer"
@@ -158,18 +158,20 @@ def obstacle(path: str, plan: CopyPlan) -> str | None:
     return PATHS[path].obstacle(plan)
 
 
-def _choose(plan: CopyPlan, path: str | None, block_quota: int | None) -> Choice:
-    if path is None:
-        info = device_info(plan.gpu.index) if plan.gpu is not None else None
-        return choose(
-            plan,
-            block_quota=block_quota,
-            link_gbps=(info.link_gbps if info else None) or _UNKNOWN_LINK_GBPS,
-            serves=lambda name: obstacle(name, plan) is None,
-        )
-    if not PATHS[path].block_quota:
+def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise: bool) -> Choice:
+    if path is not None and not PATHS[path].block_quota:
         return Choice(path, 0, "caller")
-    return Choice(path, DEFAULT_BLOCK_QUOTA if block_quota is None else block_quota, "caller")
+    info = device_info(plan.gpu.index) if plan.gpu is not None else None
+    return choose(
+        plan,
+        block_quota=block_quota,
+        link_gbps=(info.link_gbps if info else None) or _UNKNOWN_LINK_GBPS,
+        serves=lambda name: (
+            obstacle(name, plan) is None and (PATHS[name].layerwise or not layerwise)
+        ),
+        path=path,
+        table=tuned(info) if info else None,
+    )
 
 
 def _launch_on_host(choice: Choice, plan: CopyPlan) -> None:
@@ -201,6 +203,8 @@ def _launch_on_gpu(
         options: dict[str, object] = {"stream": stream}
         if path.block_quota:
             options["block_quota"] = choice.block_quota
+        if choice.config is not None and path.config is not None:
+            options["config"] = path.config(**choice.config)
         if path.shares_pages:
             with on_stream(plan, stream) as device:
                 options["pages"] = upload_pages(plan, device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -323,4 +324,11 @@ def launch(
             )
 
 
-PATH = Path("sm", obstacle, launch, block_quota=True, config=Config, shares_pages=True)
+PATH = Path(
+    "sm",
+    obstacle,
+    launch,
+    block_quota=True,
+    config=partial(Config, warp_size=warp_size()),
+    shares_pages=True,
+)

@@ -24,6 +24,7 @@ class Path:
         obstacle: why this path cannot serve a plan on this machine, or `None`.
         launch: queues a checked plan; keywords are `stream`, and those of the flags below.
         block_quota: it runs a kernel and takes the number of CTAs it may occupy.
+        config: makes the `config` that it takes, from the fields in a tuned table.
         shares_pages: it takes page ids that `upload_pages` brought to the GPU, as `pages`.
         layerwise: it can move one layer at a time.
     """
@@ -32,6 +33,7 @@ class Path:
     obstacle: Callable[[CopyPlan], str | None]
     launch: Callable[..., Any]
     block_quota: bool = False
+    config: Callable[..., Any] | None = None
     shares_pages: bool = False
     layerwise: bool = True
 
