@@ -18,7 +18,7 @@ PYTEST := $(RUN) -m pytest -q
 table: $(READY) ## the CTA bandwidth table: measured on a GPU, predicted without one
 	$(RUN) -m perf cta
 
-test: lint test-cpu test-interpret test-aot test-gpu ## every check that this machine can run
+test: lint test-gpu test-interpret test-aot test-cpu ## every check that this machine can run
 
 lint: $(READY)
 	$(RUN) -m ruff check .
