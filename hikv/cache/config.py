@@ -99,7 +99,7 @@ class HiCacheConfig:
     prefetch_policy: str = option(
         "timeout",
         one_of("best_effort", "wait_complete", "timeout"),
-        "how long a request waits for L3: not at all, to the end, or up to the limit below",
+        "how long a request waits for L3: until the GPU could go on, to the end, up to the limit",
     )
     prefetch_threshold: int = option(256, FROM_0, "tokens; a shorter L3 hit is not fetched")
     prefetch_timeout_base: float = option(2.0, SECONDS, "limit for 0 tokens")
@@ -260,8 +260,9 @@ class HiCacheConfig:
     @property
     def copy_options(self) -> dict[str, Any]:
         """`path` and `block_quota` for `hikv.transfer()` between the two pools."""
-        path = _COPY_PATHS[self.io_backend] if self.io_backend else None
-        return {"path": path, "block_quota": self.normalized().block_quota}
+        effective = self.normalized()
+        path = _COPY_PATHS[effective.io_backend] if effective.io_backend else None
+        return {"path": path, "block_quota": effective.block_quota}
 
     def _fills(self) -> dict[str, Any]:
         fills: dict[str, Any] = {"mem_layout": self.host_layout}
