@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ArgumentError,
         CapacityError,
         DriverError,
+        GatherError,
         HikvError,
         PathUnavailable,
     )
@@ -31,6 +32,7 @@ _HOMES = {
     "CopyPlan": "hikv.plan",
     "DeviceInfo": "hikv.device",
     "DriverError": "hikv.errors",
+    "GatherError": "hikv.errors",
     "HikvError": "hikv.errors",
     "KVBuffer": "hikv.buffer",
     "KVSpec": "hikv.spec",
@@ -47,6 +49,7 @@ __all__ = [
     "CopyPlan",
     "DeviceInfo",
     "DriverError",
+    "GatherError",
     "HikvError",
     "KVBuffer",
     "KVSpec",

@@ -53,3 +53,14 @@ class DriverError(HikvError, RuntimeError):
     def __init__(self, call: str, code: int, name: str, *, remedy: str) -> None:
         self.call, self.code, self.name, self.remedy = call, code, name, remedy
         super().__init__(f"{call} failed with {name} ({code}); {remedy}")
+
+
+class GatherError(HikvError, RuntimeError):
+    """A gather across ranks failed. Every rank of the group raises it with the same words.
+
+    Attributes: `reason` and `remedy`.
+    """
+
+    def __init__(self, reason: str, *, remedy: str) -> None:
+        self.reason, self.remedy = reason, remedy
+        super().__init__(f"{reason}; {remedy}")

@@ -1,0 +1,339 @@
+"""`ZeroSMGather`: every rank's pages of a layer, in a scratch of every rank, one layer ahead.
+
+    gather = ZeroSMGather(pool, shards, rank_group, max_pages=…, backend="p2p")   # collective
+    gather.begin(plan)                      # reserves the scratch; before the reload is queued
+    gather.restored(after=load_back)        # this rank's own pages, layer by layer
+    for layer in range(num_layers):
+        kv = gather.wait(layer, stream)     # starts layer + 1, which needs the other slot
+        kv.k[…], kv.v[…], kv.page_table     # stage the chunk, run attention on `stream`
+    gather.end(stream)                      # from here on the pages may be freed or written
+
+The order is restore(l) → gather(l) → attention(l), for each layer by fences of that layer alone.
+Ranks never wait for each other without a bound. When anything goes wrong on one of them, all raise
+one `GatherError`, the group stays failed, and closing it frees everything.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hikv.buffer import KVBuffer
+from hikv.cp.group import Group, meet
+from hikv.cp.plan import GatherPlan
+from hikv.cp.scratch import NUM_SLOTS, make_slot, scratch_bytes
+from hikv.cp.shard_map import ShardMap
+from hikv.errors import ArgumentError, CapacityError, GatherError
+from hikv.kernels.copy_engine import descriptors
+from hikv.kernels.memcpy import Descriptors
+from hikv.plan import CopyPlan, plan_transfer
+
+
+class GatheredLayer(NamedTuple):
+    """One layer, ready on the stream that waited: `k`, `v` as in `Slot`, and the page table.
+
+    Good until `wait` of the next layer but one, that is until the work that reads it was queued
+    before `wait` of the next layer.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    page_table: torch.Tensor
+
+
+class LayerSpan(NamedTuple):
+    """When a layer's gather could start, found all restored, and had submitted its copies.
+
+    In `time.monotonic_ns`, which all processes of a host share. On the CPU the copies are over at
+    `done_ns`.
+    """
+
+    layer: int
+    start_ns: int
+    restored_ns: int
+    done_ns: int
+
+
+@dataclass
+class GatherReport:
+    """What ran since the gather was built.
+
+    Attributes:
+        backend, engine: who moved the bytes.
+        batches, layers: how many were gathered.
+        copies: copies after merging consecutive pages.
+        bytes_from: per owner, payload bytes read from its pool.
+        spans: one per layer of the last batch.
+    """
+
+    backend: str
+    engine: str
+    batches: int
+    layers: int
+    copies: int
+    bytes_from: list[int]
+    spans: list[LayerSpan] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes over all owners, each counted once."""
+        return sum(self.bytes_from)
+
+
+class ZeroSMGather:
+    """Gathers layers from the pools of a group of ranks with no SM.
+
+    Args:
+        pool: this rank's pages: logical page q is page `shards.local_page(q)` of its owner's pool.
+        shards: who owns what; `num_ranks` is the size of `group`, in its order.
+        group: exchanges small objects with the other ranks, while this object is built.
+        max_pages: scratch pages of the largest batch: N · (longest block) + pages of the chunks.
+            The least that any rank gives is what `fits` goes by.
+        backend: a name of `BACKENDS`.
+        timeout_s: how long to wait for a peer at any one point.
+
+    Building it is collective: ranks show each other what they can do, and either all of them get a
+    gather or all of them raise the same error, before anything is used.
+
+    Raises:
+        ArgumentError: ranks that do not fit together, or an unknown back end.
+        GatherError: a rank that lacks the capability or cannot reach a peer's memory; which one
+            and why. Nothing is tried in its place.
+    """
+
+    def __init__(
+        self,
+        pool: KVBuffer,
+        shards: ShardMap,
+        group: Group,
+        *,
+        max_pages: int,
+        backend: str,
+        timeout_s: float = 30.0,
+    ) -> None:
+        met = meet(pool, shards, group, max_pages=max_pages, backend=backend)
+        self.shards, self.spec = shards, pool.spec
+        self.max_pages: int = met.max_pages
+        self._rank, self._pools = group.rank, met.pools
+        self._backend, self._board = met.backend, met.board
+        self._timeout_s = timeout_s
+        self._slots = [
+            make_slot(pool.spec, self.max_pages, self._backend.allocate) for _ in range(NUM_SLOTS)
+        ]
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hikv-gather")
+        self._batch = 0
+        self._plan: GatherPlan | None = None
+        self._copies: list[list[CopyPlan]] = []
+        self._pending: dict[int, Future[None]] = {}
+        self._report = GatherReport(backend, self._backend.engine, 0, 0, 0, [0] * shards.num_ranks)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of both slots, held from building to `close`."""
+        return scratch_bytes(self.spec, self.max_pages)
+
+    def fits(self, plan: GatherPlan) -> bool:
+        """Whether `begin` has room for the batch; the same answer on every rank."""
+        return plan.num_pages <= self.max_pages
+
+    def begin(self, plan: GatherPlan, *, resident: np.ndarray | None = None) -> None:
+        """Reserve the scratch for a batch and let its first layers gather as they are restored.
+
+        Args:
+            plan: the same on every rank.
+            resident: bool per page of this rank's pool: it holds its KV, or will once `restored`.
+
+        Raises:
+            ArgumentError: another page size or group, a page that its owner's pool does not have,
+                or a batch that has not ended.
+            CapacityError: more pages than `max_pages`. Like the above it is the same on every rank,
+                and nothing has begun.
+            GatherError: a page of this rank that is not resident, or an earlier failure.
+        """
+        self._check(plan)
+        self._board.raise_verdict()
+        self._batch += 1
+        own = plan.local_pages[self._rank]
+        if resident is not None and not resident[own].all():
+            missing = int(own[np.argmin(resident[own])])
+            logical = self.shards.page(self._rank, missing)
+            raise self._board.fail(
+                f"page {logical} is not resident: rank {self._rank} has no KV in its page {missing}"
+            )
+        self._copies = [
+            [
+                plan_transfer(pool, slot.window, pages, plan.block(owner))
+                for owner, (pool, pages) in enumerate(
+                    zip(self._pools, plan.local_pages, strict=True)
+                )
+                if len(pages)
+            ]
+            for slot in self._slots
+        ]
+        self._plan = plan
+        self._table = torch.from_numpy(plan.page_table).to(self._slots[0].k.device)
+        self._next = 0
+        self._report.spans = []
+        self._board.digest[self._rank] = plan.digest
+        self._board.begun[self._rank] = self._batch
+        for layer in range(min(NUM_SLOTS, self.spec.num_layers)):
+            self._start(layer)
+
+    def restored(self, layer: int | None = None, *, after: Any = None) -> None:
+        """This rank's pages of `layer` (all layers: `None`) hold their KV once `after` has passed.
+
+        Args:
+            after: what wrote them: on a GPU a stream, an event, or the `Transfer` of a load-back,
+                of which each layer waits for its own part; `None` where the bytes are there.
+
+        Every rank says this of every layer of every batch, also when nothing was to be restored:
+        `after` is then the stream that wrote the pages last.
+        """
+        if self._plan is None:
+            raise ArgumentError(
+                "layer", expected="begin() first", got=layer, remedy="begin a batch"
+            )
+        for index in range(self.spec.num_layers) if layer is None else (layer,):
+            self._backend.restored(index, after)
+            self._board.restored[self._rank, index] = self._batch
+
+    def wait(self, layer: int, stream: torch.cuda.Stream | None = None) -> GatheredLayer:
+        """The gathered `layer`, on `stream` (default: torch's current one).
+
+        Layers come in order. The call also ends the use of the layer before, so the next layer
+        gathers into that one's slot while `stream` computes this one. On a GPU the calling thread
+        waits only until the copies are queued. Raises `ArgumentError` for a layer out of turn,
+        `GatherError` for a failed group.
+        """
+        self._running(layer)
+        if layer:
+            # What reads the layer before is queued by now, so its slot may be filled again.
+            self._backend.release((layer - 1) % NUM_SLOTS, stream)
+            if layer + 1 < self.spec.num_layers and layer + 1 not in self._pending:
+                self._start(layer + 1)
+        self._pending.pop(layer).result()
+        self._next = layer + 1
+        slot = self._slots[layer % NUM_SLOTS]
+        self._backend.acquire(layer % NUM_SLOTS, stream)
+        return GatheredLayer(slot.k, slot.v, self._table)
+
+    def end(self, stream: torch.cuda.Stream | None = None) -> None:
+        """End the batch: on return no rank reads this rank's pages any more.
+
+        Blocks until the slowest rank has gathered its last layer. Raises `GatherError` for a failed
+        group, and `ArgumentError` while layers are outstanding.
+        """
+        self._running(self.spec.num_layers)
+        for slot in range(NUM_SLOTS):
+            self._backend.release(slot, stream)
+        self._backend.drain()
+        board = self._board
+        board.finished[self._rank] = self._batch
+        for rank in range(self.shards.num_ranks):
+            self._wait_for(rank, board.finished, "end the batch")
+        self._plan = None
+        self._report.batches += 1
+
+    def fail(self, reason: str) -> None:
+        """Tell the group that this rank cannot go on; every rank raises `GatherError` with it."""
+        self._board.fail(f"rank {self._rank}: {reason}")
+
+    def report(self) -> GatherReport:
+        """What ran, and who moved the bytes."""
+        return self._report
+
+    def close(self) -> None:
+        """Free the scratch and leave the group; peers in the middle of a batch fail."""
+        if self._plan is not None:
+            self._board.fail(f"rank {self._rank} left in the middle of a batch")
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._backend.drain()
+        self._board.close()
+        self._slots, self._pools, self._copies, self._pending = [], [], [], {}
+        self._plan = None
+
+    def _check(self, plan: GatherPlan) -> None:
+        if self._plan is not None or not self._slots:
+            raise ArgumentError(
+                "plan",
+                expected="a batch after the last one ended, on an open gather",
+                got="a second one" if self._slots else "one after close()",
+                remedy="call end() on every rank first, and close() last",
+            )
+        if plan.shards != self.shards:
+            raise ArgumentError(
+                "plan",
+                expected=f"a plan for {self.shards}",
+                got=plan.shards,
+                remedy="plan with the gather's own map",
+            )
+        if not self.fits(plan):
+            raise CapacityError(
+                "gather scratch",
+                required=plan.num_pages,
+                available=self.max_pages,
+                unit="pages",
+                remedy="ask fits() before admission, or build the gather with more max_pages",
+            )
+        for owner, (pool, pages) in enumerate(zip(self._pools, plan.local_pages, strict=True)):
+            if len(pages) and pages[-1] >= pool.num_pages:
+                raise ArgumentError(
+                    "plan",
+                    expected=f"pages of rank {owner}'s pool, which has {pool.num_pages}",
+                    got=f"its page {int(pages[-1])}",
+                    remedy="plan with logical pages that the group's allocator gave",
+                )
+
+    def _running(self, layer: int) -> None:
+        if self._plan is None or layer != self._next:
+            raise ArgumentError(
+                "layer",
+                expected="begin() first" if self._plan is None else f"layer {self._next}",
+                got=layer,
+                remedy="wait for every layer of a batch in order, then end it",
+            )
+
+    def _start(self, layer: int) -> None:
+        self._pending[layer] = self._worker.submit(self._gather, layer, time.monotonic_ns())
+
+    def _gather(self, layer: int, start_ns: int) -> None:
+        """One layer, in the worker's thread."""
+        board = self._board
+        try:
+            for rank in range(self.shards.num_ranks):
+                self._wait_for(rank, board.begun, "begin the batch")
+                if board.digest[rank] != board.digest[self._rank]:
+                    ranks = sorted((rank, self._rank))
+                    raise board.fail(f"ranks {ranks[0]} and {ranks[1]} planned different batches")
+                self._wait_for(rank, board.restored[:, layer], f"restore layer {layer}")
+            restored_ns = time.monotonic_ns()
+            work = self._work(layer)
+            self._backend.copy(layer, layer % NUM_SLOTS, work)
+        except GatherError:
+            raise
+        except Exception as error:  # whatever it is, the peers must hear of it
+            raise board.fail(f"rank {self._rank}: {error}") from error
+        span = LayerSpan(layer, start_ns, restored_ns, time.monotonic_ns())
+        self._report.spans.append(span)
+        self._report.layers += 1
+        self._report.copies += len(work)
+
+    def _work(self, layer: int) -> Descriptors:
+        """The copies of `layer`, of K and V and all owners together."""
+        plans = [plan.for_layers(layer, layer + 1) for plan in self._copies[layer % NUM_SLOTS]]
+        assert self._plan is not None
+        for owner, pages in enumerate(self._plan.local_pages):
+            nbytes = self.spec.page_size * self.spec.bytes_per_token_layer * len(pages)
+            self._report.bytes_from[owner] += nbytes
+        empty = Descriptors(*(np.empty(0, np.int64) for _ in range(3)))
+        columns = [(w.src, w.dst, w.nbytes) for w in [empty, *map(descriptors, plans)]]
+        return Descriptors(*map(np.concatenate, zip(*columns, strict=True)))
+
+    def _wait_for(self, rank: int, words: np.ndarray, what: str) -> None:
+        """Wait until the board's `words[rank]` has reached this batch."""
+        self._board.wait(rank, lambda: bool(words[rank] >= self._batch), what, self._timeout_s)

@@ -1,0 +1,151 @@
+"""How ranks meet: they show each other what they have, and all draw the same conclusion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from hikv.buffer import KVBuffer
+from hikv.cp.backends import BACKENDS, Backend
+from hikv.cp.board import Board
+from hikv.cp.shard_map import ShardMap
+from hikv.cp.shared_memory import MemoryHandle
+from hikv.errors import ArgumentError, GatherError, HikvError
+
+
+class Group(Protocol):
+    """Ranks that can exchange small picklable objects.
+
+    Attributes: `rank`, `size`.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of the ranks. Collective; bounded in time."""
+        ...
+
+
+class TorchGroup:
+    """A process group of torch.distributed that carries CPU tensors, gloo for example.
+
+    Its time-out, set where it was made, bounds an exchange; `GatherError` tells of one that failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """All-gather of objects."""
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise GatherError(
+                "a rank is gone or did not answer while the group met",
+                remedy="start all ranks again",
+            ) from error
+        return values
+
+
+class Met(NamedTuple):
+    """What a successful meeting gives: ranks' pools in this process, and what all agreed on."""
+
+    backend: Backend
+    board: Board
+    pools: list[KVBuffer]
+    max_pages: int
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank shows. `problem`: why it cannot take part."""
+
+    problem: str | None
+    backend: str
+    shards: ShardMap
+    geometry: dict[str, object]
+    max_pages: int
+    place: str = ""
+    export: Any = None
+    board: MemoryHandle | None = None
+
+
+def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, backend: str) -> Met:
+    """Agree on a gather; collective. Returns on every rank or raises the same on every rank.
+
+    Nothing is raised before the ranks have exchanged it: a rank that left early would keep the
+    others waiting.
+    """
+    mine = _Facts(None, backend, shards, pool.spec.geometry, max_pages)
+    mover = BACKENDS[backend]() if backend in BACKENDS else None
+    problem = _problem(mine, mover, pool, group)
+    keep = None
+    if problem is not None or mover is None:
+        mine = replace(mine, problem=problem)
+    else:
+        mine = replace(mine, place=mover.place(), export=mover.export(pool))
+        if group.rank == 0:
+            keep, handle = Board.memory(group.size, pool.spec.num_layers)
+            mine = replace(mine, board=handle)
+    facts: list[_Facts] = group.exchange(mine)
+    _conclude([fact.problem for fact in facts], facts[0].backend)
+    _same(facts)
+
+    assert mover is not None
+    assert facts[0].board is not None
+    board, pools, problem = None, [], None
+    try:
+        board = Board(facts[0].board, group.rank, group.size, pool.spec.num_layers)
+        pools = mover.connect([fact.export for fact in facts])
+    except HikvError as error:
+        problem = str(error)
+    try:
+        _conclude(group.exchange(problem), backend)
+    except HikvError:
+        if board is not None:
+            board.close()
+        raise
+    del keep  # every rank has the board's memory by now
+    assert board is not None
+    return Met(mover, board, pools, min(fact.max_pages for fact in facts))
+
+
+def _problem(mine: _Facts, mover: Backend | None, pool: KVBuffer, group: Group) -> str | None:
+    if mover is None:
+        return f"there is no back end {mine.backend!r}, only {', '.join(BACKENDS)}"
+    if mine.shards.num_ranks != group.size:
+        return f"its map is of {mine.shards.num_ranks} ranks in a group of {group.size}"
+    if mine.shards.page_size != pool.spec.page_size:
+        return f"its map has pages of {mine.shards.page_size}, its pool of {pool.spec.page_size}"
+    if not isinstance(mine.max_pages, int) or mine.max_pages < 1:
+        return f"max_pages is {mine.max_pages!r}, not a positive int"
+    return mover.obstacle(pool)
+
+
+def _conclude(problems: list[str | None], backend: str) -> None:
+    """Raise if any rank has a problem: on every rank the same, naming all of them."""
+    named = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    if named:
+        raise GatherError(
+            f"back end {backend!r} cannot serve the group ({'; '.join(named)})",
+            remedy="choose another back end on every rank",
+        )
+
+
+def _same(facts: list[_Facts]) -> None:
+    """Refuse ranks that differ in what must be equal."""
+    for name in ("backend", "shards", "geometry", "place"):
+        values = [getattr(fact, name) for fact in facts]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise ArgumentError(
+                    name,
+                    expected=f"the same on every rank, {values[0]} as on rank 0",
+                    got=f"{value} on rank {rank}",
+                    remedy="build the gather alike on every rank, on one host",
+                )

@@ -1,0 +1,432 @@
+"""Real processes over shared memory: every rank ends with every rank's pages, layer by layer.
+
+One spawn serves many cases, since a spawn costs an import of torch. The functions that ranks run
+are at the top, the tests that start them below.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from hikv.buffer import KVBuffer
+from hikv.cp.gather import ZeroSMGather
+from hikv.cp.group import TorchGroup
+from hikv.cp.plan import Request, plan_gather
+from hikv.cp.scratch import scratch_bytes
+from hikv.cp.shard_map import ShardMap
+from hikv.cp.shared_memory import shared_host_memory
+from hikv.errors import ArgumentError, CapacityError, GatherError
+from hikv.spec import KVSpec
+from hikv.transfers import transfer
+
+MHA = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=torch.bfloat16)
+MLA = KVSpec(num_layers=3, num_kv_heads=1, head_dim=36, page_size=4, dtype=torch.uint8, latent=True)
+WIDE = replace(MHA, v_head_dim=4, page_size=1)
+LOCAL_PAGES = 40
+TIMEOUT_S = 60.0
+
+
+def shared_pool(spec, num_pages=LOCAL_PAGES, layout="layer_first"):
+    """A pool that peers can reach, as its bytes and as a buffer."""
+    memory = shared_host_memory(num_pages * spec.bytes_per_page)
+    return memory, KVBuffer.from_tensor(memory, spec, layout)
+
+
+def build(pool, rank, num_ranks, **options):
+    options = {"max_pages": 120, "backend": "host", "timeout_s": TIMEOUT_S, **options}
+    shards = ShardMap(num_ranks, pool.spec.page_size)
+    return ZeroSMGather(pool, shards, TorchGroup(), **options)
+
+
+def pool_bytes(spec, owner, num_pages=LOCAL_PAGES):
+    """What rank `owner` holds: anybody can compute it."""
+    rng = np.random.default_rng([owner, spec.head_dim])
+    return torch.from_numpy(rng.integers(0, 255, num_pages * spec.bytes_per_page, np.uint8))
+
+
+def random_requests(rng, shards, count):
+    """Scattered pages, uneven tails, a chunk behind most prefixes."""
+    pages = rng.permutation(np.arange(shards.reserved_pages, shards.num_ranks * LOCAL_PAGES))
+    requests = []
+    for _ in range(count):
+        prefix = int(rng.integers(0, 9 * shards.page_size))
+        taken, pages = np.split(pages, [-(-prefix // shards.page_size)])
+        requests.append(Request(taken, prefix, int(rng.integers(0, 3 * shards.page_size))))
+    return requests
+
+
+def expected_rows(spec, pools, shards, request, chunk, layer):
+    """`[token, ...]` of K and V: the request's tokens of `layer` in logical order."""
+    slots = [
+        int(request.pages[t // spec.page_size]) * spec.page_size + t % spec.page_size
+        for t in range(request.prefix_tokens)
+    ]
+    rows = []
+    for slot in slots:
+        pool = pools[shards.owner(slot)]
+        page, row = divmod(shards.local(slot), spec.page_size)
+        logical = pool.logical([page])[0, layer, :, row]  # [kv, head, dim]
+        rows.append(logical.reshape(-1).view(torch.uint8))
+    return rows + list(chunk)
+
+
+def rows_read(kv, table, request, spec):
+    """The same, read through the page table from the gathered layer."""
+    read = []
+    for t in range(request.prefix_tokens + request.chunk_tokens):
+        page, row = int(table[t // spec.page_size]), t % spec.page_size
+        read.append(torch.cat([part.reshape(-1) for part in token_parts(kv, page, row)]))
+    return [row.view(torch.uint8) for row in read]
+
+
+def stage(kv, plan, rows, spec):
+    """Write the chunk's rows behind the prefix, as an engine's cache write would."""
+    for slot, row in zip(plan.chunk_slots.tolist(), rows, strict=True):
+        parts = token_parts(kv, *divmod(slot, spec.page_size))
+        values = row.view(spec.dtype).split([part.numel() for part in parts])
+        for part, value in zip(parts, values, strict=True):
+            part.copy_(value.view(part.shape))
+
+
+def token_parts(kv, page, row):
+    """The rows of one token, as views, in the order in which `KVBuffer.logical` tells them."""
+    k = kv.k[page, row]
+    if kv.v is None:
+        return [k]
+    v = kv.v[page, row]
+    # K and V of one width are two kv; of different width they are told head by head.
+    return [k, v] if k.shape == v.shape else [x for pair in zip(k, v, strict=True) for x in pair]
+
+
+def gather_batches(rank, num_ranks, layouts):
+    """Batches of every kind of rows; returns a digest of the prefix blocks per batch and layer."""
+    seen = []
+    for spec, layout in layouts:
+        memory, pool = shared_pool(spec, layout=layout)
+        memory.copy_(pool_bytes(spec, rank))
+        pools = [
+            KVBuffer.from_tensor(pool_bytes(spec, owner), spec, layout)
+            for owner in range(num_ranks)
+        ]
+        gather = build(pool, rank, num_ranks)
+        rng = np.random.default_rng(7)  # the same batches on every rank
+        expected_bytes = [0] * num_ranks
+        for count in (1, 3, 0, 4):
+            requests = random_requests(rng, gather.shards, count)
+            plan = plan_gather(gather.shards, requests)
+            gather.begin(plan, resident=np.ones(LOCAL_PAGES, bool))
+            gather.restored()
+            for layer in range(spec.num_layers):
+                kv = gather.wait(layer)
+                blocks = [
+                    kv.k[plan.block(owner)].contiguous().view(torch.uint8).numpy().tobytes()
+                    for owner in range(num_ranks)
+                ]
+                seen.append(hash_of(blocks))
+                tokens = sum(request.chunk_tokens for request in requests)
+                staged = torch.from_numpy(
+                    rng.integers(0, 255, (tokens, spec.bytes_per_token_layer), np.uint8)
+                )
+                stage(kv, plan, staged, spec)
+                at = 0
+                for i, request in enumerate(requests):
+                    chunk = staged[at : at + request.chunk_tokens]
+                    at += request.chunk_tokens
+                    expected = expected_rows(spec, pools, gather.shards, request, chunk, layer)
+                    read = rows_read(kv, plan.table(i), request, spec)
+                    assert len(read) == len(expected)
+                    assert all(map(torch.equal, read, expected))
+                kv.k.view(torch.uint8).fill_(0xA5)  # poison for the layer after next
+            gather.end()
+            page_bytes = spec.bytes_per_page
+            for owner, pages in enumerate(plan.local_pages):
+                expected_bytes[owner] += len(pages) * page_bytes
+        report = gather.report()
+        assert (report.backend, report.engine, report.batches) == ("host", "CPU threads", 4)
+        assert report.bytes_from == expected_bytes
+        assert report.layers == 4 * spec.num_layers
+        assert gather.scratch_bytes == scratch_bytes(spec, 120)
+        gather.close()
+    return seen
+
+
+def hash_of(blocks):
+    return hashlib.blake2b(b"".join(blocks)).hexdigest()
+
+
+def restore_slowly(rank, num_ranks):
+    """Layer 2 is restored late on rank 1; returns what happened when, as (what, layer, ns)."""
+    spec = replace(MHA, num_layers=5)
+    memory, pool = shared_pool(spec)
+    memory.fill_(0xEE)  # nothing has been restored
+    content = [pool_bytes(spec, owner) for owner in range(num_ranks)]
+    own = KVBuffer.from_tensor(content[rank], spec, "layer_first")
+    pools = [KVBuffer.from_tensor(c, spec, "layer_first") for c in content]
+    gather = build(pool, rank, num_ranks)
+    request = Request(np.arange(num_ranks, 9 * num_ranks), 8 * num_ranks * spec.page_size)
+    plan = plan_gather(gather.shards, [request])
+    log, computed = [], [threading.Event() for _ in range(spec.num_layers)]
+
+    def restore():
+        pages = np.arange(LOCAL_PAGES)
+        for layer in range(spec.num_layers):
+            if (rank, layer) == (1, 2):
+                # Everybody has gathered and computed what does not need this layer.
+                assert computed[1].wait(TIMEOUT_S)
+                time.sleep(0.2)
+            transfer(own, pool, pages, pages, after=None, layers=(layer, layer + 1))
+            log.append(("restored", layer, time.monotonic_ns()))
+            gather.restored(layer)
+
+    gather.begin(plan)
+    restoring = threading.Thread(target=restore)
+    restoring.start()
+    for layer in range(spec.num_layers):
+        kv = gather.wait(layer)
+        log.append(("attention", layer, time.monotonic_ns()))
+        expected = expected_rows(spec, pools, gather.shards, request, [], layer)
+        assert all(map(torch.equal, rows_read(kv, plan.table(0), request, spec), expected))
+        if layer + 1 not in (2, spec.num_layers):
+            # Compute goes on until the next layer is there: it can only arrive meanwhile.
+            until = time.monotonic() + TIMEOUT_S
+            while len(gather.report().spans) < layer + 2:
+                assert time.monotonic() < until
+                time.sleep(1e-3)
+        log.append(("computed", layer, time.monotonic_ns()))
+        computed[layer].set()
+    restoring.join()
+    gather.end()
+    spans = gather.report().spans
+    log += [("gather", span.layer, span.restored_ns) for span in spans]
+    log += [("gathered", span.layer, span.done_ns) for span in spans]
+    gather.close()
+    return log
+
+
+def fail_in_every_way(rank, num_ranks):
+    """What this rank raised, case by case, and what it left behind."""
+    raised = {}
+    collect_garbage()
+    before = resources()
+
+    def attempt(case, act):
+        memory, pool = shared_pool(MHA)
+        memory.copy_(pool_bytes(MHA, rank))
+        gather = None
+        try:
+            gather = act(pool)
+        except (GatherError, ArgumentError, CapacityError) as error:
+            raised[case] = f"{type(error).__name__}: {error}"
+        return gather
+
+    def run(case, *, restore=(0, 1, 2), resident=None, pages=None, spoil=None, **options):
+        gather = attempt(case, lambda pool: build(pool, rank, num_ranks, **options))
+        if gather is None:
+            return
+        pages = np.arange(2, 20) if pages is None else pages
+
+        def batch(_):
+            plan = plan_gather(gather.shards, [Request(pages, len(pages) * MHA.page_size)])
+            gather.begin(plan, resident=resident)
+            if spoil is not None:
+                spoil(gather)
+            for layer in restore:
+                gather.restored(layer)
+            for layer in range(MHA.num_layers):
+                gather.wait(layer)
+            gather.end()
+
+        attempt(case, batch)
+        if case in ("room", "pool"):  # nothing had begun, so the gather is as good as new
+            pages, resident = np.arange(2, 12), None
+            attempt(f"{case}, after", batch)
+        TorchGroup().exchange(None)  # everybody has seen it before anybody leaves
+        gather.close()
+
+    holes = np.ones(LOCAL_PAGES, bool)
+    holes[3 if rank == 0 else 39] = False
+    jam = {"spoil": lambda gather: setattr(gather._backend, "copy", broken)} if rank else {}
+    run("slow", restore=(0, 2) if rank else (0, 1, 2), timeout_s=0.5)
+    run("hole", resident=holes)
+    run("room", max_pages=17 + rank)
+    run("pool", pages=np.array([2, 3, 2 * LOCAL_PAGES]))
+    run("plans", pages=np.arange(2, 20 + rank))
+    run("said", spoil=lambda gather: gather.fail("out of tea") if rank else None)
+    run("engine", **jam)
+    run("capability", backend="p2p")
+    run("unknown", backend="pigeon")
+    run("mixed", backend="pigeon" if rank else "host")
+    attempt(
+        "private",
+        lambda _: (
+            build(KVBuffer.empty(MHA, "layer_first", 4), rank, num_ranks)
+            if rank
+            else build(shared_pool(MHA)[1], rank, num_ranks)
+        ),
+    )
+    other = replace(MHA, num_layers=3 + rank)
+    attempt("geometry", lambda _: build(shared_pool(other)[1], rank, num_ranks))
+    attempt(
+        "size",
+        lambda pool: ZeroSMGather(pool, ShardMap(3, 4), TorchGroup(), max_pages=9, backend="host"),
+    )
+    left = leave_in_a_batch(rank, num_ranks)
+    collect_garbage()
+    return raised, left, before, resources()
+
+
+def broken(*_):
+    raise RuntimeError("paper jam")
+
+
+def collect_garbage():
+    TorchGroup().exchange(None)
+    gc.collect()
+
+
+def resources():
+    """Descriptors and mappings of shared memory, and threads of gathers."""
+    maps = Path("/proc/self/maps").read_text().count("memfd:hikv")
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("hikv")]
+    return maps, sum("memfd:hikv" in link for link in links), threads
+
+
+def leave_in_a_batch(rank, num_ranks):
+    """Rank 1 closes early; what this rank raised."""
+    _, pool = shared_pool(MHA)
+    gather = build(pool, rank, num_ranks)
+    gather.begin(plan_gather(gather.shards, [Request([2, 3], 8)]))
+    if rank == 1:
+        gather.close()
+        return None
+    gather.restored()
+    try:
+        gather.wait(0)
+    except GatherError as error:
+        return str(error)
+    finally:
+        gather.close()
+
+
+def die_in_a_batch(rank, num_ranks):
+    """Rank 1 is killed while the others wait for it; what they raised."""
+    _, pool = shared_pool(MHA)
+    gather = build(pool, rank, num_ranks)
+    pages = np.arange(num_ranks, 8 * num_ranks)
+    gather.begin(plan_gather(gather.shards, [Request(pages, len(pages) * MHA.page_size)]))
+    gather.restored(0)
+    gather.wait(0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gather.restored()
+    try:
+        for layer in range(1, MHA.num_layers):
+            gather.wait(layer)
+        gather.end()
+    except GatherError as error:
+        return str(error)
+    finally:
+        gather.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_rank_reads_every_prefix_in_logical_order(num_ranks, tmp_path):
+    cases = [(MHA, "layer_first"), (MLA, "layer_first"), (WIDE, "page_first_direct")]
+    seen = run_ranks(gather_batches, num_ranks, tmp_path / "store", cases)
+    assert len(seen[0]) == 3 * 4 * 3
+    assert all(other == seen[0] for other in seen), "every rank has the same owner-major bytes"
+
+
+def test_restore_then_gather_then_attention_and_compute_beside_the_next_gather(tmp_path):
+    logs = run_ranks(restore_slowly, 2, tmp_path / "store")
+    when = [{(what, layer): ns for what, layer, ns in log} for log in logs]
+    for layer in range(5):
+        restored = max(times["restored", layer] for times in when)
+        for times in when:
+            assert restored <= times["gather", layer], "no gather before the slowest restore"
+            assert times["gathered", layer] <= times["attention", layer]
+            if layer + 1 not in (2, 5):
+                assert times["gathered", layer + 1] <= times["computed", layer]
+    assert when[0]["computed", 1] < when[1]["restored", 2], "rank 0 went on meanwhile"
+
+
+SAME_ON_EVERY_RANK = {
+    "slow": "GatherError: rank 1 did not restore layer 1 within 0.5 s; end the batch",
+    "hole": "GatherError: page 6 is not resident: rank 0 has no KV in its page 3",
+    "room": "CapacityError: gather scratch: needs 18 pages, 17 available",
+    "pool": "ArgumentError: plan: expected pages of rank 0's pool, which has 40, got its page 40",
+    "plans": "GatherError: ranks 0 and 1 planned different batches",
+    "said": "GatherError: rank 1: out of tea",
+    "engine": "GatherError: rank 1: paper jam",
+    "capability": "GatherError: back end 'p2p' cannot serve the group (rank 0: its pool is on cpu, "
+    "not on a GPU; rank 1: its pool is on cpu, not on a GPU)",
+    "unknown": "GatherError: back end 'pigeon' cannot serve the group (rank 0: there is no back",
+    "mixed": "GatherError: back end 'host' cannot serve the group (rank 1: there is no back end "
+    "'pigeon'",
+    "private": "GatherError: back end 'host' cannot serve the group (rank 1: its pool is not in",
+    "geometry": "ArgumentError: geometry: expected the same on every rank",
+    "size": "GatherError: back end 'host' cannot serve the group (rank 0: its map is of 3 ranks",
+}
+
+
+def test_whatever_goes_wrong_every_rank_raises_the_same_and_leaves_nothing(tmp_path):
+    answers = run_ranks(fail_in_every_way, 2, tmp_path / "store")
+    for rank, (raised, _, before, after) in enumerate(answers):
+        assert before == after == (0, 0, []), f"rank {rank} leaked"
+        assert raised.keys() == SAME_ON_EVERY_RANK.keys()
+        for case, message in SAME_ON_EVERY_RANK.items():
+            assert raised[case].startswith(message), raised[case]
+    assert answers[0][0] == answers[1][0]
+    assert answers[0][1].startswith("rank 1 left in the middle of a batch; end the batch")
+
+
+def test_a_killed_rank_is_told_by_the_others_in_one_voice(tmp_path):
+    answers = run_ranks(die_in_a_batch, 3, tmp_path / "store", may_die=True)
+    assert answers[1] is None
+    assert answers[0] == answers[2]
+    assert answers[0].startswith("rank 1 is gone; end the batch, close the gather on every rank")
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def exchange(self, value):
+        return [value]
+
+
+def test_a_call_out_of_turn_is_refused():
+    _, pool = shared_pool(MHA)
+    gather = ZeroSMGather(pool, ShardMap(1, 4), Alone(), max_pages=2, backend="host")
+    plan = plan_gather(gather.shards, [Request([1, 2], 8)])
+    for call in (lambda: gather.wait(0), gather.restored, gather.end):
+        with pytest.raises(ArgumentError, match=r"expected begin\(\) first"):
+            call()
+    with pytest.raises(ArgumentError, match="expected a plan for ShardMap"):
+        gather.begin(plan_gather(ShardMap(2, 4), [Request([1, 2], 8)]))
+    gather.begin(plan)
+    gather.restored()
+    with pytest.raises(ArgumentError, match="got a second one"):
+        gather.begin(plan)
+    with pytest.raises(ArgumentError, match="expected layer 0, got 1"):
+        gather.wait(1)
+    with pytest.raises(ArgumentError, match="expected layer 0, got 3"):
+        gather.end()
+    gather.close()
+    with pytest.raises(ArgumentError, match=r"got one after close\(\)"):
+        gather.begin(plan)
+    gather.close()
