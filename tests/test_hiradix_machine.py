@@ -7,6 +7,7 @@ bytes of its prefix in each tier, and a follower of the events knows exactly wha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ class Running:
 
 
 class Machine(RuleBasedStateMachine):
-    options: dict = {}
+    options: ClassVar[dict] = {}
     owners = 1
 
     def __init__(self) -> None:
@@ -111,6 +112,25 @@ class Machine(RuleBasedStateMachine):
             self.publish(-1)
             self.leave(-1, False)
         self.finish_all()
+
+    @rule(space=st.sampled_from(SPACES), tokens=PROMPTS)
+    def reload(self, space: Namespace, tokens: list) -> None:
+        """A request whose prompt the host alone holds."""
+        self.serve(space, tokens)
+        self.evict("device", 12)
+        self.admit(space, tokens, 1, None)
+
+    @precondition(lambda self: self.running)
+    @rule(at=INDEX, more=st.integers(0, 2))
+    def overtake(self, at: int, more: int) -> None:
+        """Another request computes the same, and more, while the first still runs or loads."""
+        request = self.running[at % len(self.running)].request
+        before = len(self.running)
+        self.admit(request.namespace, [*request.tokens.tolist(), *[1] * more], 0, 0)
+        if len(self.running) > before:
+            self.forward(-1)
+            self.publish(-1)
+            self.leave(-1, False)
 
     @precondition(lambda self: self.running)
     @rule(at=INDEX)
@@ -230,11 +250,12 @@ class Machine(RuleBasedStateMachine):
                     held[TIERS[tier]] |= set(node.hashes)
         assert held == self.seen
         for running in self.running:
-            if running.computed:
-                request = running.request
-                whole = request.pages[: len(request.tokens) // PAGE]
+            request = running.request
+            if request.ticket is None and request.failed is None:
+                known = len(request.tokens) // PAGE if running.computed else running.cached
+                pages = request.pages[:known]
                 assert (
-                    wrong_pages(self.cache.device, whole, request.namespace, request.tokens) == []
+                    wrong_pages(self.cache.device, pages, request.namespace, request.tokens) == []
                 )
 
     def finish_all(self) -> None:
@@ -255,11 +276,11 @@ class Machine(RuleBasedStateMachine):
 
 
 class WriteBack(Machine):
-    options = {"write_policy": "write_back", "granularity": "page"}
+    options: ClassVar[dict] = {"write_policy": "write_back", "granularity": "page"}
 
 
 class Selective(Machine):
-    options = {"write_policy": "write_through_selective", "eviction": "lfu"}
+    options: ClassVar[dict] = {"write_policy": "write_through_selective", "eviction": "lfu"}
 
 
 class Sharded(Machine):

@@ -335,9 +335,11 @@ class HiRadixCache:
 
     def check(self) -> None:
         """Prove the books: free and owned pages are disjoint and all, every count equals a walk of
-        the tree, every lock has an owner. Raises `HikvError` naming the broken rule."""
+        the tree, every lock has an owner, and no request names a page that is free. Raises
+        `HikvError` naming the broken rule."""
         self.tree.check()
         self.controller.check()
+        self.ledger.check()
         self.device.allocator.check(join([self.tree.owned(DEVICE), self.ledger.own_pages()]))
         self.host.allocator.check(self.tree.owned(HOST))
         owned = {operation.lock for operation in self.tree.operations}
@@ -404,7 +406,7 @@ class HiRadixCache:
 
 
 def _refuse_storage(config: HiCacheConfig) -> None:
-    for name, plain in (("storage", None), ("host_mode", "cache"), ("enabled", True)):
+    for name, plain in (("storage", None), ("enabled", True)):
         if getattr(config, name) != plain:
             raise ArgumentError(
                 f"config.{name}",

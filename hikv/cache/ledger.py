@@ -12,7 +12,7 @@ from hikv.cache.controller import Acknowledged
 from hikv.cache.node import DEVICE, Acquired, Inserted, Lock, Match, Namespace, Node, Tokens, join
 from hikv.cache.placement import Placement
 from hikv.cache.requests import Lengths, Request
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, HikvError
 
 
 class Ledger:
@@ -145,6 +145,14 @@ class Ledger:
         request.pages = join([done.pages, request.pages[count:]])
         request.own = np.setdiff1d(request.own, before)
         self.placement.free(DEVICE, done.duplicates)
+
+    def check(self) -> None:
+        """Every page that a request's table names is in the tree or its own. Raises `HikvError`."""
+        held = self.tree.owned(DEVICE)
+        for request in self.requests.values():
+            astray = np.setdiff1d(request.pages, [*held, *request.own])
+            if astray.size and request.failed is None:
+                raise HikvError(f"table: {request!r} names pages {astray} that it has no hold on")
 
     def own_pages(self) -> PageIds:
         """Every page that some request owns."""

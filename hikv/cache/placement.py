@@ -21,7 +21,7 @@ from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Acknowledged, Controller, Ticket
 from hikv.cache.events import EventStream
 from hikv.cache.metrics import Metrics
-from hikv.cache.node import DEVICE, HOST, TIERS, Node
+from hikv.cache.node import DEVICE, HOST, NO_IDS, TIERS, Node
 
 
 class Placement:
@@ -48,8 +48,13 @@ class Placement:
         self._uses = backup_after_uses or 1
 
     def alloc(self, tier: int, count: int, owner: int | None) -> PageIds | None:
-        """`count` pages of `tier`, evicting as needed; `None` where there is no room for all."""
-        if self.room(tier, count, owner) < count:
+        """`count` pages of `tier`, evicting as needed; `None` where there is no room for all.
+
+        Evicts nothing when that could not be enough.
+        """
+        within_reach = self.pools[tier].allocator.num_free + self.tree.evictable[tier]
+        waiting = tier == DEVICE and self.controller.queues[HOST]
+        if (within_reach < count and not waiting) or self.room(tier, count, owner) < count:
             return None
         return self.pools[tier].allocator.alloc(count, owner)
 
@@ -147,14 +152,18 @@ class Placement:
         # The copy above is what this one hangs on: it must not make the room.
         guard = None if anchor.pages[HOST] is None else self.tree.lock(anchor, HOST)
         count = sum(node.num_pages for node in lacking)
-        room = self.room(HOST, count, owner)
+        if partial:
+            room = self.room(HOST, count, owner)
+            pages = self.pools[HOST].allocator.alloc(room, owner)
+        else:
+            found = self.alloc(HOST, count, owner)
+            pages = NO_IDS if found is None else found
         if guard is not None:
             self.tree.release(guard)
-        self.counts["unbacked_pages"] += count - room
-        if room < (1 if partial else count):
-            return False
-        self.start(HOST, lacking, self.pools[HOST].allocator.alloc(room, owner))
-        return True
+        self.counts["unbacked_pages"] += count - pages.size
+        if pages.size:
+            self.start(HOST, lacking, pages)
+        return pages.size > 0
 
     def _drop(self, node: Node, tier: int) -> int:
         """Take `node` out of `tier`; how many pages that frees."""
