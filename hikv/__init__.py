@@ -12,6 +12,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hikv.buffer import KVBuffer
+    from hikv.cache.config import HiCacheConfig
+    from hikv.cache.hiradix import HiRadixCache
+    from hikv.cache.node import Namespace
+    from hikv.cache.pools import DevicePool, HostPool
     from hikv.device import DeviceInfo, device_info
     from hikv.errors import (
         ArgumentError,
@@ -31,11 +35,16 @@ _HOMES = {
     "CapacityError": "hikv.errors",
     "CopyPlan": "hikv.plan",
     "DeviceInfo": "hikv.device",
+    "DevicePool": "hikv.cache.pools",
     "DriverError": "hikv.errors",
     "GatherError": "hikv.errors",
+    "HiCacheConfig": "hikv.cache.config",
+    "HiRadixCache": "hikv.cache.hiradix",
     "HikvError": "hikv.errors",
+    "HostPool": "hikv.cache.pools",
     "KVBuffer": "hikv.buffer",
     "KVSpec": "hikv.spec",
+    "Namespace": "hikv.cache.node",
     "PathUnavailable": "hikv.errors",
     "Transfer": "hikv.transfers",
     "device_info": "hikv.device",
@@ -48,11 +57,16 @@ __all__ = [
     "CapacityError",
     "CopyPlan",
     "DeviceInfo",
+    "DevicePool",
     "DriverError",
     "GatherError",
+    "HiCacheConfig",
+    "HiRadixCache",
     "HikvError",
+    "HostPool",
     "KVBuffer",
     "KVSpec",
+    "Namespace",
     "PathUnavailable",
     "Transfer",
     "device_info",

@@ -384,3 +384,14 @@ def test_an_engines_own_tensors_are_the_pool() -> None:
     assert layers[0][request.pages[0]].eq(7).all()
     cache.release("r")
     cache.close()
+
+
+def test_the_engine_loop_in_the_docs_runs_as_it_stands(capsys) -> None:
+    import hikv.cache
+
+    (example,) = hikv.cache.__doc__.split("```python\n")[1:]
+    code = example.split("```")[0]
+    assert 25 <= len(code.splitlines()) <= 35
+    exec(compile(code, "the docstring of hikv.cache", "exec"), {})
+    # 712 tokens: all; all but the shared 512; all but the whole pages before the last token.
+    assert capsys.readouterr().out == "[712, 200, 8]\n"
