@@ -45,11 +45,11 @@ class Backend(Protocol):
         """What must be equal on all ranks for them to reach each other's memory."""
         ...
 
-    def export(self, pool: KVBuffer) -> Any:
-        """What a peer needs in order to reach `pool` and its fences: picklable."""
+    def export(self, pool: KVBuffer, rank: int, num_ranks: int) -> Any:
+        """What the peers need in order to reach `pool` and its fences: picklable."""
         ...
 
-    def connect(self, exports: list[Any]) -> list[KVBuffer]:
+    def connect(self, exports: list[Any], rank: int) -> list[KVBuffer]:
         """Reach the pools of all ranks. Raises `GatherError` naming what is out of reach."""
         ...
 
@@ -98,11 +98,11 @@ class HostBackend:
         """One host, one namespace of process ids."""
         return f"{_boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
-    def export(self, pool: KVBuffer) -> BufferHandle:
+    def export(self, pool: KVBuffer, rank: int, num_ranks: int) -> BufferHandle:
         """The pool's handle."""
         return export_buffer(pool, handle_of)
 
-    def connect(self, exports: list[Any]) -> list[KVBuffer]:
+    def connect(self, exports: list[Any], rank: int) -> list[KVBuffer]:
         """Map every pool."""
         return [open_buffer(handle, attach) for handle in exports]
 
@@ -156,7 +156,7 @@ class PeerBackend:
         ]
         return f"{_boot_id()} {' '.join(gpus)}"
 
-    def export(self, pool: KVBuffer) -> Any:
+    def export(self, pool: KVBuffer, rank: int, num_ranks: int) -> Any:
         """The pool's handle, and one event per layer."""
         self._device = pool.device
         with torch.cuda.device(pool.device):
@@ -170,23 +170,28 @@ class PeerBackend:
         self._ready: dict[int, torch.cuda.Event] = {}
         self._driver = memcpy_driver()
         self._own = pool
-        return os.getpid(), pool.device.index, fences, export_buffer(pool, _ipc_bytes)
 
-    def connect(self, exports: list[Any]) -> list[KVBuffer]:
+        def share(storage: torch.Tensor) -> list[bytes | None]:
+            # One per peer: torch counts the receivers of what it pickles.
+            return [None if r == rank else _ipc_bytes(storage) for r in range(num_ranks)]
+
+        return pool.device.index, fences, export_buffer(pool, share)
+
+    def connect(self, exports: list[Any], rank: int) -> list[KVBuffer]:
         """Open every pool and its events."""
         pools = []
-        for rank, (pid, index, fences, handle) in enumerate(exports):
-            if pid == os.getpid():
+        for owner, (index, fences, handle) in enumerate(exports):
+            if owner == rank:
                 pools.append(self._own)
                 self._peers.append(self._restored)
                 continue
             near, far = self._device.index, index
             if near != far and not torch.cuda.can_device_access_peer(near, far):
                 raise GatherError(
-                    f"GPU {near} cannot reach the memory of GPU {far} (rank {rank})",
+                    f"GPU {near} cannot reach the memory of GPU {far} (rank {owner})",
                     remedy="use GPUs joined by NVLink or by one PCIe root",
                 )
-            pools.append(open_buffer(handle, pickle.loads))
+            pools.append(open_buffer(handle, lambda shared: pickle.loads(shared[rank])))
             device = torch.device("cuda", index)
             self._peers.append([torch.cuda.Event.from_ipc_handle(device, f) for f in fences])
         return pools

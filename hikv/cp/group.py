@@ -85,10 +85,14 @@ def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, back
     mover = BACKENDS[backend]() if backend in BACKENDS else None
     problem = _problem(mine, mover, pool, group)
     keep = None
-    if problem is not None or mover is None:
+    if mover is None or problem is not None:
         mine = replace(mine, problem=problem)
     else:
-        mine = replace(mine, place=mover.place(), export=mover.export(pool))
+        try:
+            export = mover.export(pool, group.rank, group.size)
+            mine = replace(mine, place=mover.place(), export=export)
+        except (HikvError, RuntimeError) as error:  # torch raises the latter for CUDA's errors
+            mine = replace(mine, problem=str(error))
         if group.rank == 0:
             keep, handle = Board.memory(group.size, pool.spec.num_layers)
             mine = replace(mine, board=handle)
@@ -101,8 +105,8 @@ def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, back
     board, pools, problem = None, [], None
     try:
         board = Board(facts[0].board, group.rank, group.size, pool.spec.num_layers)
-        pools = mover.connect([fact.export for fact in facts])
-    except HikvError as error:
+        pools = mover.connect([fact.export for fact in facts], group.rank)
+    except (HikvError, RuntimeError) as error:
         problem = str(error)
     try:
         _conclude(group.exchange(problem), backend)
