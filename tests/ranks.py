@@ -71,7 +71,7 @@ def _rank(
             init_method=f"file://{store}",
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=DEADLINE_S / 3),
+            timeout=timedelta(seconds=DEADLINE_S),
         )
         pipe.send((True, body(rank, num_ranks, *arguments)))
     except BaseException:

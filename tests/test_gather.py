@@ -1,7 +1,7 @@
 """Real processes over shared memory: every rank ends with every rank's pages, layer by layer.
 
-One spawn serves many cases, since a spawn costs an import of torch. The functions that ranks run
-are at the top, the tests that start them below.
+One spawn serves all cases, since every process costs an import of torch. `everything` is what the
+ranks run; the tests below look at what came of it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from hikv.buffer import KVBuffer
@@ -34,6 +35,7 @@ from hikv.transfers import transfer
 MHA = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=torch.bfloat16)
 MLA = KVSpec(num_layers=3, num_kv_heads=1, head_dim=36, page_size=4, dtype=torch.uint8, latent=True)
 WIDE = replace(MHA, v_head_dim=4, page_size=1)
+CASES = ((MHA, "layer_first"), (MLA, "layer_first"), (WIDE, "page_first_direct"))
 LOCAL_PAGES = 40
 TIMEOUT_S = 60.0
 
@@ -44,10 +46,10 @@ def shared_pool(spec, num_pages=LOCAL_PAGES, layout="layer_first"):
     return memory, KVBuffer.from_tensor(memory, spec, layout)
 
 
-def build(pool, rank, num_ranks, **options):
+def build(pool, group, **options):
     options = {"max_pages": 120, "backend": "host", "timeout_s": TIMEOUT_S, **options}
-    shards = ShardMap(num_ranks, pool.spec.page_size)
-    return ZeroSMGather(pool, shards, TorchGroup(), **options)
+    shards = ShardMap(group.size, pool.spec.page_size)
+    return ZeroSMGather(pool, shards, group, **options)
 
 
 def pool_bytes(spec, owner, num_pages=LOCAL_PAGES):
@@ -110,17 +112,17 @@ def token_parts(kv, page, row):
     return [k, v] if k.shape == v.shape else [x for pair in zip(k, v, strict=True) for x in pair]
 
 
-def gather_batches(rank, num_ranks, layouts):
+def gather_batches(group):
     """Batches of every kind of rows; returns a digest of the prefix blocks per batch and layer."""
-    seen = []
-    for spec, layout in layouts:
+    seen, num_ranks = [], group.size
+    for spec, layout in CASES:
         memory, pool = shared_pool(spec, layout=layout)
-        memory.copy_(pool_bytes(spec, rank))
+        memory.copy_(pool_bytes(spec, group.rank))
         pools = [
             KVBuffer.from_tensor(pool_bytes(spec, owner), spec, layout)
             for owner in range(num_ranks)
         ]
-        gather = build(pool, rank, num_ranks)
+        gather = build(pool, group)
         rng = np.random.default_rng(7)  # the same batches on every rank
         expected_bytes = [0] * num_ranks
         for count in (1, 3, 0, 4):
@@ -166,15 +168,16 @@ def hash_of(blocks):
     return hashlib.blake2b(b"".join(blocks)).hexdigest()
 
 
-def restore_slowly(rank, num_ranks):
+def restore_slowly(group):
     """Layer 2 is restored late on rank 1; returns what happened when, as (what, layer, ns)."""
+    rank, num_ranks = group.rank, group.size
     spec = replace(MHA, num_layers=5)
     memory, pool = shared_pool(spec)
     memory.fill_(0xEE)  # nothing has been restored
     content = [pool_bytes(spec, owner) for owner in range(num_ranks)]
     own = KVBuffer.from_tensor(content[rank], spec, "layer_first")
     pools = [KVBuffer.from_tensor(c, spec, "layer_first") for c in content]
-    gather = build(pool, rank, num_ranks)
+    gather = build(pool, group)
     request = Request(np.arange(num_ranks, 9 * num_ranks), 8 * num_ranks * spec.page_size)
     plan = plan_gather(gather.shards, [request])
     log, computed = [], [threading.Event() for _ in range(spec.num_layers)]
@@ -215,15 +218,15 @@ def restore_slowly(rank, num_ranks):
     return log
 
 
-def fail_in_every_way(rank, num_ranks):
+def fail_in_every_way(group):
     """What this rank raised, case by case, and what it left behind."""
-    raised = {}
-    collect_garbage()
+    raised, rank = {}, group.rank
+    collect_garbage(group)
     before = resources()
 
     def attempt(case, act):
         memory, pool = shared_pool(MHA)
-        memory.copy_(pool_bytes(MHA, rank))
+        memory.copy_(pool_bytes(MHA, group.rank))
         gather = None
         try:
             gather = act(pool)
@@ -232,7 +235,7 @@ def fail_in_every_way(rank, num_ranks):
         return gather
 
     def run(case, *, restore=(0, 1, 2), resident=None, pages=None, spoil=None, **options):
-        gather = attempt(case, lambda pool: build(pool, rank, num_ranks, **options))
+        gather = attempt(case, lambda pool: build(pool, group, **options))
         if gather is None:
             return
         pages = np.arange(2, 20) if pages is None else pages
@@ -252,7 +255,7 @@ def fail_in_every_way(rank, num_ranks):
         if case in ("room", "pool"):  # nothing had begun, so the gather is as good as new
             pages, resident = np.arange(2, 12), None
             attempt(f"{case}, after", batch)
-        TorchGroup().exchange(None)  # everybody has seen it before anybody leaves
+        group.exchange(None)  # everybody has seen it before anybody leaves
         gather.close()
 
     holes = np.ones(LOCAL_PAGES, bool)
@@ -271,19 +274,19 @@ def fail_in_every_way(rank, num_ranks):
     attempt(
         "private",
         lambda _: (
-            build(KVBuffer.empty(MHA, "layer_first", 4), rank, num_ranks)
+            build(KVBuffer.empty(MHA, "layer_first", 4), group)
             if rank
-            else build(shared_pool(MHA)[1], rank, num_ranks)
+            else build(shared_pool(MHA)[1], group)
         ),
     )
     other = replace(MHA, num_layers=3 + rank)
-    attempt("geometry", lambda _: build(shared_pool(other)[1], rank, num_ranks))
+    attempt("geometry", lambda _: build(shared_pool(other)[1], group))
     attempt(
         "size",
-        lambda pool: ZeroSMGather(pool, ShardMap(3, 4), TorchGroup(), max_pages=9, backend="host"),
+        lambda pool: ZeroSMGather(pool, ShardMap(3, 4), group, max_pages=9, backend="host"),
     )
-    left = leave_in_a_batch(rank, num_ranks)
-    collect_garbage()
+    left = leave_in_a_batch(group)
+    collect_garbage(group)
     return raised, left, before, resources()
 
 
@@ -291,8 +294,8 @@ def broken(*_):
     raise RuntimeError("paper jam")
 
 
-def collect_garbage():
-    TorchGroup().exchange(None)
+def collect_garbage(group):
+    group.exchange(None)  # nobody is still at work on the last case
     gc.collect()
 
 
@@ -304,12 +307,12 @@ def resources():
     return maps, sum("memfd:hikv" in link for link in links), threads
 
 
-def leave_in_a_batch(rank, num_ranks):
+def leave_in_a_batch(group):
     """Rank 1 closes early; what this rank raised."""
     _, pool = shared_pool(MHA)
-    gather = build(pool, rank, num_ranks)
+    gather = build(pool, group)
     gather.begin(plan_gather(gather.shards, [Request([2, 3], 8)]))
-    if rank == 1:
+    if group.rank == 1:
         gather.close()
         return None
     gather.restored()
@@ -321,15 +324,15 @@ def leave_in_a_batch(rank, num_ranks):
         gather.close()
 
 
-def die_in_a_batch(rank, num_ranks):
+def die_in_a_batch(group):
     """Rank 1 is killed while the others wait for it; what they raised."""
     _, pool = shared_pool(MHA)
-    gather = build(pool, rank, num_ranks)
-    pages = np.arange(num_ranks, 8 * num_ranks)
+    gather = build(pool, group)
+    pages = np.arange(group.size, 8 * group.size)
     gather.begin(plan_gather(gather.shards, [Request(pages, len(pages) * MHA.page_size)]))
     gather.restored(0)
     gather.wait(0)
-    if rank == 1:
+    if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     gather.restored()
     try:
@@ -342,17 +345,40 @@ def die_in_a_batch(rank, num_ranks):
         gather.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_rank_reads_every_prefix_in_logical_order(num_ranks, tmp_path):
-    cases = [(MHA, "layer_first"), (MLA, "layer_first"), (WIDE, "page_first_direct")]
-    seen = run_ranks(gather_batches, num_ranks, tmp_path / "store", cases)
-    assert len(seen[0]) == 3 * 4 * 3
-    assert all(other == seen[0] for other in seen), "every rank has the same owner-major bytes"
+def everything(rank, num_ranks):
+    """All cases; every rank returns what all ranks found, and what it heard of the killed one."""
+    world = TorchGroup()
+    two = dist.new_group([0, 1])  # by every rank, members or not
+    pair = TorchGroup(two) if rank < 2 else None
+    found = {"four": gather_batches(world)}
+    if pair is not None:
+        found |= {"two": gather_batches(pair), "log": restore_slowly(pair)}
+        found["failures"] = fail_in_every_way(pair)
+    found = world.exchange(found)
+    return found, die_in_a_batch(world)
 
 
-def test_restore_then_gather_then_attention_and_compute_beside_the_next_gather(tmp_path):
-    logs = run_ranks(restore_slowly, 2, tmp_path / "store")
-    when = [{(what, layer): ns for what, layer, ns in log} for log in logs]
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    return run_ranks(everything, 4, store, may_die=True)
+
+
+@pytest.fixture(scope="module")
+def found(answers):
+    return answers[0][0]
+
+
+@pytest.mark.parametrize(("group", "num_ranks"), [("two", 2), ("four", 4)])
+def test_every_rank_reads_every_prefix_in_logical_order(found, group, num_ranks):
+    """The ranks compared every token; here, that all hold the same owner-major bytes."""
+    seen = [rank[group] for rank in found[:num_ranks]]
+    assert len(seen[0]) == len(CASES) * 4 * 3
+    assert all(other == seen[0] for other in seen)
+
+
+def test_restore_then_gather_then_attention_and_compute_beside_the_next_gather(found):
+    when = [{(what, layer): ns for what, layer, ns in rank["log"]} for rank in found[:2]]
     for layer in range(5):
         restored = max(times["restored", layer] for times in when)
         for times in when:
@@ -382,8 +408,8 @@ SAME_ON_EVERY_RANK = {
 }
 
 
-def test_whatever_goes_wrong_every_rank_raises_the_same_and_leaves_nothing(tmp_path):
-    answers = run_ranks(fail_in_every_way, 2, tmp_path / "store")
+def test_whatever_goes_wrong_every_rank_raises_the_same_and_leaves_nothing(found):
+    answers = [rank["failures"] for rank in found[:2]]
     for rank, (raised, _, before, after) in enumerate(answers):
         assert before == after == (0, 0, []), f"rank {rank} leaked"
         assert raised.keys() == SAME_ON_EVERY_RANK.keys()
@@ -393,11 +419,11 @@ def test_whatever_goes_wrong_every_rank_raises_the_same_and_leaves_nothing(tmp_p
     assert answers[0][1].startswith("rank 1 left in the middle of a batch; end the batch")
 
 
-def test_a_killed_rank_is_told_by_the_others_in_one_voice(tmp_path):
-    answers = run_ranks(die_in_a_batch, 3, tmp_path / "store", may_die=True)
+def test_a_killed_rank_is_told_by_the_others_in_one_voice(answers):
     assert answers[1] is None
-    assert answers[0] == answers[2]
-    assert answers[0].startswith("rank 1 is gone; end the batch, close the gather on every rank")
+    heard = [answers[rank][1] for rank in (0, 2, 3)]
+    assert heard[0] == heard[1] == heard[2]
+    assert heard[0].startswith("rank 1 is gone; end the batch, close the gather on every rank")
 
 
 class Alone:

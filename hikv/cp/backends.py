@@ -191,10 +191,17 @@ class PeerBackend:
                     f"GPU {near} cannot reach the memory of GPU {far} (rank {owner})",
                     remedy="use GPUs joined by NVLink or by one PCIe root",
                 )
-            pools.append(open_buffer(handle, lambda shared: pickle.loads(shared[rank])))
+            pools.append(open_buffer(handle, lambda shared: self._open(shared[rank])))
             device = torch.device("cuda", index)
             self._peers.append([torch.cuda.Event.from_ipc_handle(device, f) for f in fences])
         return pools
+
+    def _open(self, shared: bytes) -> torch.Tensor:
+        """A peer's storage. torch lets two GPUs reach each other when it first copies between them;
+        the driver alone would route its batches through the host."""
+        storage: torch.Tensor = pickle.loads(shared)
+        storage[:1].to(self._device)
+        return storage
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory beside the pool."""

@@ -4,6 +4,10 @@ Every word has one writer. A word that counts batches is never reset, so a late 
 one batch for another. A rank holds a file lock for as long as it lives; the kernel drops it with
 the process, however that ends, so a peer that is gone is told from a slow one. The locks belong to
 an open file, not to the process, so nothing else that the process opens or closes touches them.
+
+Words are plain stores, seen after what was stored before them on x86. Python has no fence for
+processors that order less; there the copies that a word tells of are ordered by GPU events, and the
+back end whose bytes the CPU copies is a test bed.
 """
 
 from __future__ import annotations
