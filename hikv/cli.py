@@ -1,4 +1,4 @@
-"""The command line: `hikv doctor | bench | compile`, the same as `python -m hikv …`."""
+"""The command line: `hikv doctor | tune | bench | compile`, the same as `python -m hikv …`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hikv.errors import HikvError
 USAGE = """usage: hikv COMMAND …
 
   doctor [--json]   the GPU, its link and limits, and which paths can run here
+  tune …            find how this GPU copies best, for transfer() to use; also show, compare, check
   bench …           benchmarks; `hikv bench --help` lists them
   compile …         what Triton makes of every kernel variant for a target, without a GPU
 """
@@ -56,6 +57,11 @@ def _doctor(arguments: list[str]) -> int:
     return 0
 
 
+def _tune(arguments: list[str]) -> int:
+    code: int = side("autotune.__main__").main(arguments, prog="hikv tune")
+    return code
+
+
 def _bench(arguments: list[str]) -> int:
     code: int = side("perf.__main__").main(arguments, prog="hikv bench")
     return code
@@ -68,6 +74,7 @@ def _compile(arguments: list[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
+    "tune": _tune,
     "bench": _bench,
     "compile": _compile,
 }

@@ -1,0 +1,170 @@
+"""`python -m autotune`: find out how this GPU copies pages best, and look at what was found."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hikv.device import cpu_numa_nodes, device_info, numa_mismatch, probe_failure
+from hikv.env import read_env
+from hikv.errors import ArgumentError, HikvError
+from hikv.tables import SHIPPED, file_name, read_table
+
+from . import report
+from .bench import Bench
+from .cases import parse_cases
+from .session import Options, Outcome, tune
+from .simulate import PRESETS, SimulatedGpu
+
+_DESCRIPTION = """Search for the fewest CTAs that move KV pages at the required share of the copy
+engine's rate, case by case, and write the table that transfer() then uses. Also: show [FILE],
+compare FILE FILE, check [FILE]."""
+
+_EXIT_CODES = """Exit code 0: the table is written; 1: it is not, or some way to copy gave wrong
+bytes; 2: refused, nothing was timed."""
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m autotune") -> int:
+    """Run one command; 0, 1 where a search or a check failed, 2 for a refusal."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"show": _show, "compare": _compare, "check": _check}
+    try:
+        if arguments and arguments[0] in commands:
+            return commands[arguments[0]](arguments[1:])
+        return _tune(_parser(prog).parse_args(arguments))
+    except HikvError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION, epilog=_EXIT_CODES)
+    add = parser.add_argument
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument(
+        "--quick",
+        action="store_true",
+        help="the default: default kernels, every second size, then between different choices",
+    )
+    extent.add_argument("--full", action="store_true", help="every kernel, every size")
+    extent.add_argument(
+        "--cases", metavar="CASE,…", help="DIRECTION:RUNxCOUNT[:VECTOR], every kernel"
+    )
+    add("--budget", type=float, metavar="SECONDS", help="begin no case after this; run again")
+    add("--target", type=float, default=0.9, metavar="SHARE", help="of the ceiling, default 0.9")
+    add("--no-interference", action="store_true", help="leave out the GEMM beside the copies")
+    add("--ship", action="store_true", help="write to the package, not to HIKV_TUNED_DIR")
+    add("--simulate", choices=PRESETS, metavar="GPU", help=f"none here: {', '.join(PRESETS)}")
+    return parser
+
+
+def _tune(args: argparse.Namespace) -> int:
+    options = Options(
+        target=args.target,
+        cases=parse_cases(args.cases) if args.cases else (),
+        quick=not args.full and not args.cases,
+        interference=not args.no_interference,
+        budget=args.budget,
+    )
+    bench = _bench(args)
+    if spoilt := bench.disturbances():
+        raise ArgumentError(
+            "GPU", expected="an idle GPU", got="; ".join(spoilt), remedy="then tune again"
+        )
+    folder = SHIPPED if args.ship else read_env().tuned_dir
+    path = folder / file_name(bench.info.name, bench.info.num_sms)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    outcome = tune(bench, path, options, date=today, progress=_progress)
+    _progress(0, 0, "")
+    return _tell(outcome, path)
+
+
+def _bench(args: argparse.Namespace) -> Bench:
+    if args.simulate is not None:
+        if args.ship:
+            raise ArgumentError(
+                "--ship",
+                expected="a table measured on a GPU",
+                got=f"--simulate {args.simulate}",
+                remedy="leave one of the two out",
+            )
+        return SimulatedGpu(PRESETS[args.simulate])
+    from .gpu import GpuBench  # loads Triton, which a simulation does not need
+
+    bench = GpuBench.of_gpu()
+    if far := numa_mismatch(bench.info.numa_node, cpu_numa_nodes()):
+        print(far, file=sys.stderr)
+    return bench
+
+
+def _tell(outcome: Outcome, path: Path) -> int:
+    print(report.show(outcome.table))
+    for (case, point), why in outcome.wrong.items():
+        print(f"{case} by {point} was left out: {why}", file=sys.stderr)
+    if outcome.disturbed:
+        print(f"stopped, no table written: {outcome.stopped}; then run again to go on from here")
+        return 1
+    print(f"\n{outcome.searched} cases searched, {len(outcome.table.entries)} entries in {path}")
+    if outcome.stopped:
+        print(f"stopped: {outcome.stopped}; run again to go on from here")
+    return int(bool(outcome.wrong))
+
+
+def _progress(done: int, total: int, label: str) -> None:
+    if sys.stderr.isatty():
+        filled = 24 * done // max(total, 1)
+        bar = f"{'█' * filled}{'░' * (24 - filled)} {done}/{total} {label}" if total else ""
+        print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
+
+
+def _show(arguments: list[str]) -> int:
+    print(report.show(read_table(_file(arguments))))
+    return 0
+
+
+def _compare(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        raise ArgumentError(
+            "compare", expected="two files", got=arguments, remedy="pass two tuned tables"
+        )
+    print(report.compare(*(read_table(Path(name)) for name in arguments)))
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    path = _file(arguments)
+    used, words = report.check(read_table(path), device_info())
+    print(f"{path}: {words}")
+    return 0 if used else 1
+
+
+def _file(arguments: list[str]) -> Path:
+    """The one file named, or the table of this GPU that a transfer would find first."""
+    if len(arguments) == 1:
+        return Path(arguments[0])
+    info = device_info()
+    if arguments or info is None:
+        raise ArgumentError(
+            "FILE",
+            expected="one tuned table, or a GPU whose own can be found",
+            got=arguments or probe_failure(),
+            remedy="name one file",
+        )
+    name = file_name(info.name, info.num_sms)
+    places = [read_env().tuned_dir / name, SHIPPED / name]
+    found = next((path for path in places if path.exists()), None)
+    if found is None:
+        raise ArgumentError(
+            "table",
+            expected=f"one for {info.name}",
+            got=f"none at {' or '.join(map(str, places))}; transfer() uses its defaults",
+            remedy="run hikv tune",
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
