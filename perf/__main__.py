@@ -8,9 +8,31 @@ from collections.abc import Sequence
 
 from hikv.errors import HikvError
 
-from . import compiled, cta, gpu_check
+from . import (
+    compare,
+    compare_results,
+    compiled,
+    crossover,
+    cta,
+    gather,
+    gpu_check,
+    interference,
+    overlap,
+    show,
+)
 
-COMMANDS = {"cta": cta, "compile": compiled, "gpu-check": gpu_check}
+COMMANDS = {
+    "cta": cta,
+    "compare": compare,
+    "crossover": crossover,
+    "interference": interference,
+    "overlap": overlap,
+    "gather": gather,
+    "gpu-check": gpu_check,
+    "compile": compiled,
+    "show": show,
+    "compare-results": compare_results,
+}
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m perf") -> int:

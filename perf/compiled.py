@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hikv.compiled import Report, compile_relayout, compile_relayout_tma
+from hikv.compiled import Report
 from hikv.errors import ArgumentError, PathUnavailable
 
 from .case import DIRECTIONS, add_case_options, cases_from
-from .output import Column, Progress, Table
-
-_COMPILERS: dict[str, Callable[..., Report]] = {"sm": compile_relayout, "tma": compile_relayout_tma}
+from .compiler_table import COMPILERS, compiler_table, outcome, variant
+from .output import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,27 +31,27 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"target": args.target, "variants": rows}, indent=2))
     else:
-        print(_table(args.target, rows).terminal())
+        print(compiler_table(rows, args.target).terminal())
     return 0
 
 
 def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    variants = list(product(cases_from(args), DIRECTIONS, _COMPILERS))
+    variants = list(product(cases_from(args), DIRECTIONS, COMPILERS))
     with Progress(len(variants), "hikv compile") as progress:
         for case, direction, path in variants:
             progress.step(f"{path} {direction}")
             for part in case.plan(direction).parts:
-                label = {"path": path, **case.label, "direction": direction, "part": part.name}
+                row = variant(path, case, direction, part)
                 try:
-                    report = _COMPILERS[path](part, args.target)
+                    report = COMPILERS[path](part, args.target)
                 except (ArgumentError, PathUnavailable) as refusal:
                     if path == "sm":
                         raise
-                    yield {**label, "refused": str(refusal)}
+                    yield {**row, "refused": str(refusal)}
                     continue
-                name = "-".join(map(str, label.values()))
+                name = "-".join(str(row[key]) for key in row if key not in ("run", "merged"))
                 files = _write(args.assembly, name, report) if args.assembly else []
-                yield {**label, "run": part.row_run, **report.summary(), "files": files}
+                yield {**row, **outcome(report), "files": files}
 
 
 def _write(folder: Path, name: str, report: Report) -> list[str]:
@@ -64,46 +63,3 @@ def _write(folder: Path, name: str, report: Report) -> list[str]:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         paths.append(str(path))
     return paths
-
-
-def _table(target: str, rows: list[dict[str, Any]]) -> Table:
-    shown = [
-        {
-            **row,
-            "loads": _accesses(row, "load"),
-            "stores": _accesses(row, "store"),
-        }
-        for row in rows
-    ]
-    label = "row" if "row" in rows[0] else "heads"
-    columns = [
-        Column("path", "path"),
-        Column(label, "row B" if label == "row" else "H"),
-        *([] if label == "row" else [Column("groups", "HG")]),
-        Column("direction", "copy"),
-        Column("run", "run B"),
-        Column("loads", "loads"),
-        Column("stores", "stores"),
-        Column("registers", "regs"),
-        Column("spill_bytes", "spill B"),
-        Column("ring_buffers", "ring"),
-        Column("shared_bytes", "shared B"),
-        Column("bytes_in_flight", "in flight B"),
-    ]
-    refused = sorted({row["refused"] for row in rows if "refused" in row})
-    notes = [
-        "Accesses to global memory per thread as count×bytes, page ids and tables included; box: "
-        "instructions that move one; ring: boxes in flight; in flight B: per CTA.",
-        *(f"No figures: {reason}" for reason in refused),
-    ]
-    return Table(f"Compiled for {target}, not run", columns, shown, notes)
-
-
-def _accesses(row: dict[str, Any], kind: str) -> str | None:
-    """Accesses of one kind; boxes of a tensor descriptor after those of single threads."""
-    if "refused" in row:
-        return None
-    widths = sorted(row[f"{kind}_widths"].items())
-    boxes = row[f"bulk_{kind}s"]
-    counts = [f"{count}×{width}" for width, count in widths] + [f"{boxes} box"] * bool(boxes)
-    return " ".join(counts)

@@ -9,35 +9,27 @@ checked.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
 from hikv.compiled import Report as Compiled
-from hikv.compiled import compile_relayout, compile_relayout_tma
-from hikv.device import DeviceInfo, device_info, probe_failure
+from hikv.device import DeviceInfo, device_info
 from hikv.errors import ArgumentError
 from hikv.kernels.relayout import default_config
 from hikv.measure import Candidate, Measurement, measure
-from hikv.plan import PartPlan
 from hikv.transfers import PATHS
 
 from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, positive
-from .cta_tables import (
-    compiler_table,
-    detail_table,
-    host_table,
-    predicted_table,
-    summary_table,
-)
+from .compiler_table import COMPILERS, compiler_table, outcome, variant
+from .cta_tables import detail_table, host_table, predicted_table, summary_table
 from .machine import Machine, Workload, one_piece, workload
 from .model import BASELINE_IN_FLIGHT, PCIE5, Link, link_of, predict
-from .output import Progress, Report, add_output_options, check_output_options, write_outputs
-from .plot import cta_panels, plot_quotas
+from .output import Progress, Report, add_output_options, check_output_options
+from .plot import cta_panels, present
 from .published import published
 
-Compiler = Callable[[PartPlan, str], Compiled]
 CEILING = "engine, one piece"
 HOST_ROUNDS, GPU_ROUNDS = 3, 10
 
@@ -74,26 +66,11 @@ def run(args: argparse.Namespace) -> int:
             quotas,
             args.target,
             args.rounds or HOST_ROUNDS,
-            _compiler(args.path),
+            args.path,
         )
-    print(report.terminal())
-    write_outputs(report, args)
-    if args.plot is not None:
-        panels = cta_panels(cases[0], rows, report.facts["in_flight"], link_of(report.device))
-        plot_quotas(f"perf cta: {report.kind}\n{report.subject}", panels, args.plot)
+    in_flight, link = report.facts["in_flight"], link_of(report.device)
+    present(report, args, lambda: cta_panels(cases[0], rows, in_flight, link))
     return int(any(row["wrong"] for row in rows))
-
-
-def _compiler(path: str) -> Compiler:
-    compilers: dict[str, Compiler] = {"sm": compile_relayout, "tma": compile_relayout_tma}
-    if path not in compilers:
-        raise ArgumentError(
-            "--path",
-            expected=f"{' or '.join(compilers)} where there is no GPU; nothing else is predicted",
-            got=path,
-            remedy="leave it out, or run on a GPU",
-        )
-    return compilers[path]
 
 
 def predicted_report(
@@ -102,24 +79,33 @@ def predicted_report(
     quotas: Sequence[int],
     target: str,
     rounds: int,
-    compile_part: Compiler,
+    path: str = "sm",
 ) -> tuple[Report, list[dict[str, Any]]]:
     """The report of a machine without a GPU, and the rows of the copies that ran on its CPU."""
-    compiled = {}
+    if path not in COMPILERS:
+        raise ArgumentError(
+            "--path",
+            expected=f"{' or '.join(COMPILERS)} where there is no GPU; nothing else is predicted",
+            got=path,
+            remedy="leave it out, or run on a GPU",
+        )
+    compiled, made = {}, []
     with Progress(4 * len(cases), "perf cta") as progress:
         for case, direction in product(cases, DIRECTIONS):
             progress.step(f"compile {direction}")
-            compiled[case, direction] = compile_part(case.plan(direction).parts[0], target)
+            part = case.plan(direction).parts[0]
+            compiled[case, direction] = COMPILERS[path](part, target)
+            made.append(variant(path, case, direction, part) | outcome(compiled[case, direction]))
         rows = host_rows(machine, cases, rounds, progress)
     link = PCIE5
     report = _report("predicted, not measured", cases, None)
     report.tables = [
         predicted_table(predicted_rows(cases, quotas, link, compiled), quotas, link),
-        compiler_table(compiler_rows(cases, compiled), target),
+        compiler_table(made, target),
         host_table(rows),
     ]
     in_flight = {way: compiled[cases[0], way].bytes_in_flight for way in DIRECTIONS}
-    report.facts = {"no_gpu": probe_failure(), "target": target, "in_flight": in_flight}
+    report.facts = {"target": target, "in_flight": in_flight}
     return report, rows
 
 
@@ -146,30 +132,6 @@ def predicted_rows(
                 row[f"{at} published"] = published(case, direction, quota)
         rows.append(row)
     return rows
-
-
-def compiler_rows(
-    cases: Sequence[Case], compiled: dict[tuple[Case, str], Compiled]
-) -> list[dict[str, Any]]:
-    """One row a case and direction: what the compiler gave."""
-    rows = []
-    for case, direction in product(cases, DIRECTIONS):
-        plan, report = case.plan(direction), compiled[case, direction]
-        facts = {
-            "direction": direction,
-            "run": plan.row_run,
-            "merged": plan.run_bytes,
-            "loads": _accesses(report.bulk_loads, report.load_widths),
-            "stores": _accesses(report.bulk_stores, report.store_widths),
-        }
-        rows.append(case.label | facts | report.summary())
-    return rows
-
-
-def _accesses(bulk: int, widths: Mapping[int, int]) -> str:
-    """What moves the data: boxes of a descriptor, or the widest accesses; page ids are narrower."""
-    width = max(widths, default=0)
-    return f"{bulk} bulk" if bulk else f"{widths.get(width, 0)} × {width} B"
 
 
 def host_rows(
@@ -277,7 +239,14 @@ def figures(result: Measurement) -> dict[str, Any]:
     if result.timing is None:
         return {"wrong": result.wrong}
     summary = result.timing.summary()
-    return {"wrong": None, **summary, "submit_us": summary["submit_seconds"] * 1e6}
+    submit, gbps = summary["submit_seconds"], summary["gbps_p50"]
+    return {
+        "wrong": None,
+        **summary,
+        "submit_us": submit * 1e6,
+        # What a caller gets: a copy is over when it is submitted and its bytes are there.
+        "gbps_served": min(gbps, result.timing.nbytes / submit / 1e9) if submit else gbps,
+    }
 
 
 def _quotas(text: str) -> tuple[int, ...]:

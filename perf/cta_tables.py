@@ -7,16 +7,10 @@ from typing import Any
 
 from .case import DIRECTIONS
 from .model import BASELINE_IN_FLIGHT, Link
-from .output import Column, Table
+from .output import Column, Table, label_columns
 from .published import SOURCE
 
 Row = Mapping[str, Any]
-
-
-def _label_columns(rows: Sequence[Row]) -> list[Column]:
-    if "row" in rows[0]:
-        return [Column("row", "row B"), Column("run", "run B")]
-    return [Column("heads", "H"), Column("groups", "HG"), Column("run", "run B")]
 
 
 def _heading(direction: str, quota: int) -> str:
@@ -25,7 +19,7 @@ def _heading(direction: str, quota: int) -> str:
 
 def predicted_table(rows: Sequence[Row], quotas: Sequence[int], link: Link) -> Table:
     """The model's figures, for a baseline kernel and for ours, and the published ones."""
-    columns = _label_columns(rows)
+    columns = label_columns(rows)
     has_published = any(value for row in rows for key, value in row.items() if "published" in key)
     for quota in quotas:
         for direction in DIRECTIONS:
@@ -54,25 +48,9 @@ def predicted_table(rows: Sequence[Row], quotas: Sequence[int], link: Link) -> T
     return Table("GB/s, predicted, not measured", columns, rows, notes)
 
 
-def compiler_table(rows: Sequence[Row], target: str) -> Table:
-    """What the compiler made of each plan for `target`."""
-    columns = [
-        *_label_columns(rows),
-        Column("direction", "copy"),
-        Column("merged", "merged run B"),
-        Column("loads", "loads"),
-        Column("stores", "stores"),
-        Column("registers", "registers"),
-        Column("spill_bytes", "spilled B"),
-        Column("bytes_in_flight", "in flight B"),
-    ]
-    note = "Per thread, but bytes in flight per CTA. Page ids and loop counters are left out."
-    return Table(f"Compiled for {target}, not run", columns, rows, [note])
-
-
 def host_table(rows: Sequence[Row]) -> Table:
     """The CPU path's figures, which say nothing of a GPU; one row a case."""
-    columns = _label_columns(rows)
+    columns = label_columns(rows)
     for direction in DIRECTIONS:
         group = f"{direction.upper()} order"
         columns += [
@@ -103,7 +81,7 @@ def _one_a_case(rows: Iterable[Row], *, quota: bool = False) -> list[dict[str, A
 
 def summary_table(rows: Sequence[Row], quotas: Sequence[int], path: str) -> Table:
     """Median rates in one row a case, the copy engine's ceiling beside them."""
-    columns = _label_columns(rows)
+    columns = label_columns(rows)
     for direction in DIRECTIONS:
         group = f"{direction.upper()}, CTAs"
         columns += [Column(f"{direction}@{q} gbps_p50", str(q), ".1f", group) for q in quotas]
@@ -115,7 +93,7 @@ def summary_table(rows: Sequence[Row], quotas: Sequence[int], path: str) -> Tabl
 def detail_table(rows: Sequence[Row]) -> Table:
     """Spread, ratio to the ceiling, prediction and published figure of every measurement."""
     columns = [
-        *_label_columns(rows),
+        *label_columns(rows),
         Column("direction", "copy"),
         Column("quota", "CTAs"),
         Column("gbps_p50", "GB/s", ".1f"),

@@ -32,8 +32,8 @@ from .gpu_sections import (
     table,
 )
 from .machine import Machine
-from .output import Column, Report, Table, add_output_options, check_output_options, write_outputs
-from .plot import plot_quotas
+from .output import Column, Report, Table, add_output_options, check_output_options
+from .plot import present
 
 Run = Callable[[Machine, Deadline], Findings]
 
@@ -83,11 +83,8 @@ def run(args: argparse.Namespace) -> int:
     sections = run_sections(machine, SECTIONS)
     args.json = args.json or default_file(machine)
     report = report_on(machine, sections, args.json)
-    write_outputs(report, args)
-    print(report.terminal())
-    if args.plot is not None:
-        rows = next(section.findings.rows for section in sections if section.name == "sweep")
-        plot_quotas("perf gpu-check: sweep, measured", sweep_panels(rows), args.plot)
+    rows = next((s.findings.rows for s in sections if s.name == "sweep"), [])
+    present(report, args, lambda: sweep_panels(rows))
     return int(any(section.error or section.findings.wrong for section in sections))
 
 

@@ -14,14 +14,15 @@ from hikv.kernels.relayout import Config, default_config
 from hikv.measure import Candidate, measure
 from hikv.plan import CopyPlan
 
-from .baselines import copy_every_run, index_and_copy
 from .case import DIRECTIONS, HEADS, Case, head_grids
 from .checks import checks
+from .compare import WAYS, compare_case, comparison_tables
 from .cta import CEILING, ceiling_candidate, figures, measured_report
 from .machine import Machine, Workload, workload
 from .output import Column, Table
 from .plot import Series
 from .published import published_case
+from .ways import parse_ways
 
 QUOTAS = (1, 2, 4, 8, 16, 32)
 CONFIGS = tuple(
@@ -159,7 +160,7 @@ def sweep_panels(rows: list[dict[str, Any]]) -> dict[str, list[Series]]:
     panels: dict[str, list[Series]] = {}
     for direction in DIRECTIONS:
         timed = [row for row in rows if row["direction"] == direction and row.get("gbps_p50")]
-        panels[direction] = [
+        panels[direction.upper()] = [
             Series(
                 way,
                 [row["quota"] for row in timed if row["way"] == way],
@@ -171,55 +172,19 @@ def sweep_panels(rows: list[dict[str, Any]]) -> dict[str, list[Series]]:
 
 
 def comparison(machine: Machine, deadline: Deadline) -> Findings:
-    """Against `cudaMemcpyAsync` per run, `cuMemcpyBatchAsync`, and torch indexing with `copy_`.
+    """`perf compare` on pages that stay whole and on pages that are cut into runs of 512 bytes.
 
-    Pages that stay whole, and pages that are cut into runs of 512 bytes; of the latter only two, so
-    that one copy per run ends in time.
+    Of the latter only two, so that one copy per run ends in time.
     """
-    found = Findings()
+    found, ways = Findings(), parse_ways(WAYS)
     for case, direction in product((published_case(8, 1), published_case(8, 4, 2)), DIRECTIONS):
         if deadline.passed:
             found.remarks.append(f"out of time: {direction}, HG {case.spec.num_groups} not started")
             continue
-        work = workload(machine, case, direction)
-        label = {**case.label, "direction": direction, "copies": work.plans[0].num_descriptors}
-        candidates, waived = _rivals(machine, work)
-        results = measure(candidates, machine.clock, rounds=5, warmup=1, seconds=2.0)
-        found.rows += [label | {"way": result.name} | figures(result) for result in results]
-        found.rows += [label | {"way": way, "why": why, "wrong": None} for way, why in waived]
+        found.rows += compare_case(machine, case, direction, ways, rounds=5, seconds=2.0)
     found.wrong = _wrong(found.rows)
-    columns = [
-        Column("heads", "H"),
-        Column("groups", "HG"),
-        Column("direction", "copy"),
-        Column("copies", "runs"),
-        Column("way", "way"),
-        Column("gbps_p50", "GB/s", ".1f"),
-        Column("gbps_p20", "p20", ".1f"),
-        Column("gbps_p80", "p80", ".1f"),
-        Column("submit_us", "submit µs", ",.0f"),
-        Column("why", "waived"),
-    ]
-    found.tables = [Table("Ways to make the same copy", columns, found.rows)]
+    found.tables = comparison_tables(found.rows) if found.rows else []
     return found
-
-
-def _rivals(machine: Machine, work: Workload) -> tuple[list[Candidate], list[tuple[str, str]]]:
-    """Every way that can run here, and the names and reasons of those that cannot."""
-    candidates, waived = [], []
-    ways = [("sm", 2), ("sm", 8), ("sm", 32), ("tma", 8), ("staged", 8), ("ce", 0)]
-    for path, quota in ways:
-        name = f"{path}, {quota} CTAs" if quota else "ce: cuMemcpyBatchAsync"
-        if reason := machine.obstacle(path, work.plans[0]):
-            waived.append((name, reason))
-        else:
-            copy = partial(machine.copy, path=path, block_quota=quota)
-            candidates.append(work.candidate(name, copy, machine))
-    few = Workload(work.plans[:2])  # a slice of memory for each of their runs
-    every_run = copy_every_run(few.plans)
-    candidates.append(few.candidate("cudaMemcpyAsync per run", every_run, machine))
-    candidates.append(work.candidate("torch index, copy_", index_and_copy(work.plans), machine))
-    return [*candidates, ceiling_candidate(machine, work)], waived
 
 
 def _wrong(rows: list[dict[str, Any]]) -> list[str]:

@@ -5,8 +5,10 @@ A benchmark takes a `Machine`, so a test can stand one in whose copies and times
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from hikv.measure import (
     Clock,
     GpuClock,
     HostClock,
+    Sample,
     cold_sets,
     fill_random,
     wrong_bytes,
@@ -31,9 +34,26 @@ from hikv.measure import (
 from hikv.pinned import allocate_pinned
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.spec import KVSpec
-from hikv.transfers import obstacle, transfer
+from hikv.transfers import Transfer, obstacle, transfer
 
 from .case import Case, sides
+from .duet import Duet, play
+
+
+@dataclass(frozen=True)
+class CallerClock:
+    """Wall time of a call and of waiting for what it queued."""
+
+    synchronize: Callable[[], object]
+
+    def time(self, run: Callable[[], object]) -> Sample:
+        """Time `run` and the wait that follows; nothing is queued before."""
+        self.synchronize()
+        start = time.perf_counter()
+        run()
+        submit_seconds = time.perf_counter() - start
+        self.synchronize()
+        return Sample(time.perf_counter() - start, submit_seconds)
 
 
 class Machine:
@@ -115,8 +135,23 @@ class Machine:
 
     def copy(self, plan: CopyPlan, path: str, block_quota: int | None = None) -> None:
         """Make the copy of `plan` by `path`, in order with torch's current stream."""
-        stream = torch.cuda.current_stream(self.device) if self.has_gpu else None
-        handle = transfer(
+        self.start(plan, path, block_quota).wait()
+
+    def start(
+        self,
+        plan: CopyPlan,
+        path: str | None = None,
+        block_quota: int | None = None,
+        *,
+        aside: bool = False,
+        layerwise: bool = False,
+    ) -> Transfer:
+        """Queue the copy of `plan` behind torch's current stream; `None` leaves hikv the choice.
+
+        With `aside` it runs on a stream of its own, so that what is queued later runs beside it.
+        """
+        current = torch.cuda.current_stream(self.device) if self.has_gpu else None
+        return transfer(
             plan.src,
             plan.dst,
             plan.src_pages,
@@ -124,10 +159,25 @@ class Machine:
             layers=plan.layers,
             block_quota=block_quota,
             path=path,
-            after=stream,
-            stream=stream,
+            after=current,
+            stream=self._streams[1] if aside and self.has_gpu else current,
+            layerwise=layerwise,
         )
-        handle.wait(stream)
+
+    @cached_property
+    def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Of compute, and of copies beside it; kept, since torch hands out few streams in turn."""
+        return torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def duet(
+        self,
+        compute: Callable[[], object],
+        repeats: int,
+        copy: Callable[[int], object],
+        copies: int,
+    ) -> Duet:
+        """Run `compute` `repeats` times on one stream and `copies` turns of `copy` on another."""
+        return play(*self._streams, compute, repeats, copy, copies)
 
     def relayout(self, plan: CopyPlan, block_quota: int, config: Config) -> None:
         """Make the copy of `plan` with the register kernel, configured by hand."""
@@ -140,6 +190,11 @@ class Machine:
     def facts(self) -> dict[str, Any]:
         """What `hikv doctor` says of this machine."""
         return examine()
+
+    @property
+    def caller(self) -> Clock:
+        """The clock of one who calls and waits: until the bytes are there, launch included."""
+        return CallerClock(self.synchronize)
 
     def synchronize(self) -> None:
         """Wait for everything that was queued."""
@@ -169,15 +224,23 @@ class Workload:
         )
 
 
+MAX_TURNS = 256
+"""Copies of less than 2 MiB come back to their pages before an L2 cache has lost them."""
+
+
+def _turns(machine: Machine, case: Case) -> int:
+    return min(cold_sets(case.nbytes, machine.cold_bytes), MAX_TURNS)
+
+
 def pool_pages(machine: Machine, case: Case) -> int:
     """Pages of a pool for the case's copies to take turns in, and an eighth that stays free."""
-    turns = cold_sets(case.nbytes, machine.cold_bytes)
+    turns = _turns(machine, case)
     return case.num_pages * turns + case.num_pages // 8 + 1
 
 
 def workload(machine: Machine, case: Case, direction: str) -> Workload:
     """Copies of the case's pages in random order on both sides; fills the source."""
-    turns = cold_sets(case.nbytes, machine.cold_bytes)
+    turns = _turns(machine, case)
     num_pages, total = case.num_pages, pool_pages(machine, case)
     src, dst = (
         machine.pool(side, case.spec, case.layout(side), total) for side in sides(direction)

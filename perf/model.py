@@ -1,10 +1,14 @@
-"""What a copy kernel should reach: min(link, CTAs × bytes in flight ÷ latency), by Little's law.
+"""What a copy should reach: of a kernel min(link, CTAs × bytes in flight ÷ latency), Little's law.
 
 The latency is what a CTA waits for before it can ask for more. From the host that is the round trip
 over the link. To the host the stores are posted, nobody waits for them, so it is the load from the
 GPU's own memory. Both are fitted to kernels whose bytes in flight are known, at 2 CTAs, where the
 link is not yet the bound. Not modelled: the SM's own limits on outstanding misses and on stores,
-the run length (a loss of at most 15 % in the published table), launches.
+the run length (a loss of at most 15 % in the published table).
+
+The copy engine has the link to itself, but needs a descriptor for every run, and the CPU takes its
+time to submit one: the longer of the two decides. A kernel pays once, for its launch. Not modelled:
+what one H100 showed below 28 KiB from 50,000 copies a call on, 4 to 7 GB/s (vLLM #42212).
 """
 
 from __future__ import annotations
@@ -16,6 +20,14 @@ from hikv.device import PCIE_LANE_GBPS, DeviceInfo
 
 BASELINE_IN_FLIGHT = 16 << 10
 """Bytes a CTA of the published kernel has in flight: 1024 threads with one 16-byte load each."""
+
+DESCRIPTOR_SECONDS = 6.33e-3 / 12_288
+"""CPU time to submit one copy of a batch: 12,288 of 8 KiB on an H100 (vLLM #48434)."""
+
+LAUNCH_SECONDS = 15e-6
+"""From the call of a kernel until it moves bytes, page ids uploaded. Fitted to vLLM #57555, an A30:
+16 copies of 1 KiB by a Triton kernel take twice as long as by the copy engine at 0.5 µs each; its
+other ratios at 16 copies give 7 to 14 µs."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +85,24 @@ def predict(
     """GB/s of a kernel with `in_flight` bytes per CTA; `ceiling` replaces the link's own."""
     limit = link.ceiling[direction] if ceiling is None else ceiling
     return min(limit, block_quota * in_flight / link.latency[direction] / 1e9)
+
+
+def kernel_seconds(
+    link: Link,
+    direction: str,
+    block_quota: int,
+    in_flight: int,
+    nbytes: int,
+    ceiling: float | None = None,
+) -> float:
+    """Seconds of a kernel's copy from the call on."""
+    gbps = predict(link, direction, block_quota, in_flight, ceiling)
+    return LAUNCH_SECONDS + nbytes / gbps / 1e9
+
+
+def engine_seconds(
+    link: Link, direction: str, num_descriptors: int, nbytes: int, ceiling: float | None = None
+) -> float:
+    """Seconds of the copy engine's copy from the call on."""
+    limit = link.ceiling[direction] if ceiling is None else ceiling
+    return max(num_descriptors * DESCRIPTOR_SECONDS, nbytes / limit / 1e9)

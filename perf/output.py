@@ -85,7 +85,20 @@ class Table:
 
     def json(self) -> dict[str, Any]:
         """Everything in the rows, shown or not."""
-        return {"title": self.title, "rows": list(self.rows), "notes": list(self.notes)}
+        return {
+            "title": self.title,
+            "columns": [asdict(column) for column in self.columns],
+            "rows": list(self.rows),
+            "notes": list(self.notes),
+        }
+
+
+def label_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """What tells a case from its neighbours, `Case.label`, and its run."""
+    run = Column("run", "run B")
+    if "row" in rows[0]:
+        return [Column("row", "row B"), run]
+    return [Column("heads", "H"), Column("groups", "HG"), run]
 
 
 def _group_line(groups: Sequence[str], widths: list[int], gaps: Sequence[int]) -> str:
@@ -130,20 +143,13 @@ class Report:
     tables: list[Table] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def header(self) -> list[str]:
-        """The lines above the tables: what was run, on what, and what was counted."""
-        title = f"{self.command}: {self.kind}"
-        return [title, *machine_lines(self.device), self.subject, self.counted]
-
     def terminal(self) -> str:
         """Everything for a person to read."""
-        blocks = ["\n".join(_wrap(self.header())), *(table.terminal() for table in self.tables)]
-        return "\n\n\n".join(blocks)
+        return terminal_text(header_lines(self.json()), self.tables)
 
     def markdown(self) -> str:
         """The same as a Markdown document, its own headings from level 3 on."""
-        blocks = ["  \n".join(self.header()), *(table.markdown() for table in self.tables)]
-        return "\n\n".join(blocks) + "\n"
+        return markdown_text(header_lines(self.json()), self.tables)
 
     def json(self) -> dict[str, Any]:
         """The envelope that every result file shares, plain values only."""
@@ -156,6 +162,7 @@ class Report:
             "counted": self.counted,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "device": None if info is None else asdict(info),
+            "no_gpu": probe_failure() if info is None else None,
             "link": None if info is None else info.fingerprint()["link"],
             "driver": None if info is None else info.driver_version,
             "versions": versions(),
@@ -197,21 +204,29 @@ def host() -> dict[str, str | int]:
     }
 
 
-def machine_lines(info: DeviceInfo | None) -> list[str]:
-    """The machine and the software in two or three lines."""
-    found, here = versions(), host()
+def terminal_text(header: Sequence[str], tables: Sequence[Table]) -> str:
+    """A header, wrapped, and the tables below it."""
+    return "\n\n\n".join(["\n".join(_wrap(header)), *(table.terminal() for table in tables)])
+
+
+def markdown_text(header: Sequence[str], tables: Sequence[Table]) -> str:
+    """The same for Markdown."""
+    return "\n\n".join(["  \n".join(header), *(table.markdown() for table in tables)]) + "\n"
+
+
+def header_lines(told: Mapping[str, Any]) -> list[str]:
+    """What was run, on what, and what was counted, from the envelope of a result."""
+    found, here, gpu = told["versions"], told["host"], told["device"]
     names = (("hikv", "hikv"), ("torch", "torch"), ("Triton", "triton"), ("Python", "python"))
     software = ", ".join(f"{title} {found[key] or 'missing'}" for title, key in names)
     lines = [f"{here['cpu']}, {here['cpus']} CPUs; {software}"]
-    if info is None:
-        lines.append(f"no GPU: {probe_failure()}")
+    if gpu is None:
+        lines.append(f"no GPU: {told['no_gpu']}")
     else:
-        link = info.fingerprint()["link"] or "unknown link"
-        limit = f" ({info.link_gbps:.1f} GB/s theoretical)" if info.link_gbps else ""
-        lines.insert(
-            0, f"{info.name}, {info.num_sms} SMs, {link}{limit}, driver {info.driver_version}"
-        )
-    return lines
+        limit = f" ({gpu['link_gbps']:.1f} GB/s theoretical)" if gpu["link_gbps"] else ""
+        link = f"{told['link'] or 'unknown link'}{limit}"
+        lines.insert(0, f"{gpu['name']}, {gpu['num_sms']} SMs, {link}, driver {told['driver']}")
+    return [f"{told['command']}: {told['kind']}", *lines, told["subject"], told["counted"]]
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

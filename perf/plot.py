@@ -1,15 +1,16 @@
-"""Pictures of rate against CTAs, drawn by matplotlib where that is installed."""
+"""Pictures of one figure against another, drawn by matplotlib where that is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .case import DIRECTIONS, Case
 from .model import BASELINE_IN_FLIGHT, Link, predict
-from .output import pyplot
+from .output import Report, pyplot, write_outputs
 from .published import published
 
 
@@ -18,8 +19,8 @@ class Series:
     """One line of a panel, or loose points; `spread` is the low and the high end of each point."""
 
     label: str
-    quotas: Sequence[int]
-    gbps: Sequence[float]
+    x: Sequence[float]
+    y: Sequence[float]
     line: bool = True
     spread: Sequence[tuple[float, float]] | None = None
 
@@ -34,8 +35,9 @@ def cta_panels(
 
     `in_flight` is by direction, bytes per CTA of our kernel.
     """
-    panels: dict[str, list[Series]] = {direction: [] for direction in DIRECTIONS}
-    for direction, series in panels.items():
+    panels: dict[str, list[Series]] = {}
+    for direction in DIRECTIONS:
+        series = panels.setdefault(direction.upper(), [])
         mine = [
             row
             for row in rows
@@ -58,22 +60,41 @@ def cta_panels(
     return panels
 
 
-def plot_quotas(title: str, panels: Mapping[str, Sequence[Series]], file: Path) -> None:
-    """One panel a direction, CTAs on a logarithmic axis; the format follows the file's name."""
+def present(
+    report: Report,
+    args: argparse.Namespace,
+    panels: Callable[[], Mapping[str, Sequence[Series]]],
+    **axes: str,
+) -> None:
+    """Print a report, write what was asked for, and `draw` its panels, titled by its header."""
+    print(report.terminal())
+    write_outputs(report, args)
+    if args.plot is not None:
+        draw(f"{report.command}: {report.kind}\n{report.subject}", panels(), args.plot, **axes)
+
+
+def draw(
+    title: str,
+    panels: Mapping[str, Sequence[Series]],
+    file: Path,
+    x: str = "CTAs",
+    y: str = "GB/s (10⁹ payload bytes)",
+) -> None:
+    """One panel a name, `x` on a logarithmic axis; the format follows the file's name."""
     plt = pyplot()
     figure, axes = plt.subplots(
         1, len(panels), figsize=(10, 4.5), sharey=True, squeeze=False, layout="constrained"
     )
-    top = max(gbps for series in panels.values() for one in series for gbps in one.gbps)
+    top = max((value for series in panels.values() for one in series for value in one.y), default=1)
     for axis, (name, series) in zip(axes[0], panels.items(), strict=True):
         for one in series:
             errors = None
             if one.spread is not None:
-                pairs = zip(one.gbps, one.spread, strict=True)
+                pairs = zip(one.y, one.spread, strict=True)
                 errors = list(zip(*((y - low, high - y) for y, (low, high) in pairs), strict=True))
             axis.errorbar(
-                one.quotas,
-                one.gbps,
+                one.x,
+                one.y,
                 yerr=errors,
                 label=one.label,
                 linestyle="-" if one.line else "none",
@@ -82,10 +103,11 @@ def plot_quotas(title: str, panels: Mapping[str, Sequence[Series]], file: Path) 
             )
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set(title=name.upper(), xlabel="CTAs", ylim=(0, 1.1 * top))
+        axis.set(title=name, xlabel=x, ylim=(0, 1.1 * top))
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("GB/s (10⁹ payload bytes)")
-    axes[0][0].legend()
+    axes[0][0].set_ylabel(y)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(fontsize="small")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -14,6 +14,7 @@ from hikv.compiled import Report as Compiled
 from perf import cta
 from perf.__main__ import main
 from perf.case import DIRECTIONS, add_case_options, cases_from
+from perf.compiler_table import COMPILERS, compiler_table, outcome, variant
 from perf.output import WIDTH, Column, Progress, Table
 from perf.published import published_case
 
@@ -33,7 +34,7 @@ def compiled(part, target="sm_90", in_flight=131072):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    monkeypatch.setattr(cta, "compile_relayout", compiled)
+    monkeypatch.setitem(COMPILERS, "sm", compiled)
 
 
 @pytest.fixture
@@ -222,7 +223,13 @@ def test_every_table_fits_a_terminal_of_100_columns(capsys):
     rows = cta.predicted_rows(found, (2, 32), cta.PCIE5, reports)
     texts = [
         cta.predicted_table(rows, (2, 32), cta.PCIE5).terminal(),
-        cta.compiler_table(cta.compiler_rows(found, reports), "sm_90").terminal(),
+        compiler_table(
+            [
+                variant("tma", case, way, case.plan(way).parts[0]) | outcome(report)
+                for (case, way), report in reports.items()
+            ],
+            "sm_90",
+        ).terminal(),
     ]
     report, _ = cta.measured_report(FakeGpu(), cases(*SMALL), (2, 32), "sm", 1)
     texts.append(report.terminal())
@@ -291,9 +298,9 @@ def test_the_plot_of_a_measured_table_has_its_points_and_spread(gpu, tmp_path):
     machine = gpu(FakeGpu(lambda path, quota: 40.0 + (quota or 0)))
     report, rows = cta.measured_report(machine, cases(*SMALL), (2, 32), "sm", 3)
     panels = cta.cta_panels(cases(*SMALL)[0], rows, report.facts["in_flight"], cta.PCIE5)
-    (measured,) = (series for series in panels["d2h"] if series.label == "measured")
-    assert measured.quotas == [2, 32]
-    assert measured.gbps == pytest.approx([42.0, 72.0], rel=1e-3)
+    (measured,) = (series for series in panels["D2H"] if series.label == "measured")
+    assert measured.x == [2, 32]
+    assert measured.y == pytest.approx([42.0, 72.0], rel=1e-3)
     assert main(["cta", *SMALL, "--plot", str(tmp_path / "out.pdf")]) == 0
     assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF")
 
@@ -304,7 +311,23 @@ def test_the_real_compiler_and_the_real_copy(capsys):
     assert main(["cta", *arguments, "--target", "sm_100"]) == 0
     printed = capsys.readouterr().out
     assert "Compiled for sm_100, not run" in printed
-    assert printed.count("16 × 16 B") == 4
+    assert len(re.findall(r"16×16( \d+×4)?  16×16 ", printed)) == 2
     assert printed.count("131072") == 2
     assert main(["cta", *arguments, "--path", "tma"]) == 0
-    assert len(re.findall(r"\d bulk  \d bulk", capsys.readouterr().out)) == 2
+    assert len(re.findall(r"\d box .*\d box", capsys.readouterr().out)) == 2
+
+
+@pytest.mark.aot
+def test_every_variant_is_compiled_or_has_a_reason(tmp_path, capsys):
+    arguments = ["compile", "--layers", "2", "--heads", "8:4", "--tokens", "128"]
+    assert main([*arguments, "--assembly", str(tmp_path / "asm")]) == 0
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^(?:sm|tma) +8   4    512  (?:h2d|d2h) ", printed, re.M)) == 4
+    assert max(map(len, printed.splitlines())) <= WIDTH
+    files = sorted(file.name for file in (tmp_path / "asm").iterdir())
+    assert len(files) == 4 * 3
+    assert "sm-8-4-d2h-kv.ptx" in files
+    assert main([*arguments, "--target", "sm_80"]) == 0
+    printed = capsys.readouterr().out
+    assert "No figures: target: expected sm_90 or later" in printed
+    assert len(re.findall(r"^tma .*–  +–  +–  +–", printed, re.M)) == 2

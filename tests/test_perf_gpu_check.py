@@ -15,7 +15,7 @@ from hikv.device import device_info
 from hikv.layout import list_layouts
 from hikv.spec import KVSpec
 from hikv.transfers import PATHS
-from perf import gpu_check, gpu_sections
+from perf import compare, gpu_check, gpu_sections
 from perf.__main__ import main
 from perf.case import Case
 from perf.checks import GPU_PATHS, checks
@@ -148,7 +148,7 @@ def test_the_sweep_keeps_the_best_configuration_of_every_quota():
         assert row["best"] == row["default"] == pytest.approx(2.0 * row["quota"], rel=1e-2)
         assert row["tma"] == pytest.approx(3.0 * row["quota"], rel=1e-2)
     panels = gpu_sections.sweep_panels(found.rows)
-    assert {series.label for series in panels["h2d"]} == {row["way"] for row in found.rows}
+    assert {series.label for series in panels["H2D"]} == {row["way"] for row in found.rows}
     without = sweep(FakeGpu(refused={"tma": "too old"}), after(3))
     assert {row["way"] for row in without.rows}.isdisjoint({"tma"})
     assert len(without.remarks) == 2
@@ -158,7 +158,7 @@ def test_the_comparison_times_right_copies_alone_and_waives_with_a_reason():
     found = comparison(FakeGpu(refused={"tma": "too old"}), LONG)
     assert found.wrong == []
     names = {row["way"] for row in found.rows}
-    assert {"cudaMemcpyAsync per run", "torch index, copy_", "ce: cuMemcpyBatchAsync"} <= names
+    assert {"cudaMemcpyAsync per run", "torch index, copy_", "ce", "hikv: sm@2 (default)"} <= names
     assert {row["why"] for row in found.rows if row["way"].startswith("tma")} == {"too old"}
     whole, cut = (
         {row["copies"] for row in found.rows if row["groups"] == groups} for groups in (1, 4)
@@ -167,7 +167,7 @@ def test_the_comparison_times_right_copies_alone_and_waives_with_a_reason():
 
 
 def test_the_baselines_are_verified_like_everything_else(monkeypatch):
-    monkeypatch.setattr(gpu_sections, "copy_every_run", lambda plans: lambda plan: None)
+    monkeypatch.setattr(compare, "copy_every_run", lambda plans: lambda plan: None)
     found = comparison(FakeGpu(), LONG)
     assert len(found.wrong) == 4
     assert all("cudaMemcpyAsync per run: page" in line for line in found.wrong)
