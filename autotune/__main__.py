@@ -104,7 +104,7 @@ def _tell(outcome: Outcome, path: Path) -> int:
     print(report.show(outcome.table))
     for (case, point), why in outcome.wrong.items():
         print(f"{case} by {point} was left out: {why}", file=sys.stderr)
-    if outcome.disturbed:
+    if outcome.failed:
         print(f"stopped, no table written: {outcome.stopped}; then run again to go on from here")
         return 1
     print(f"\n{outcome.searched} cases searched, {len(outcome.table.entries)} entries in {path}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from hikv.buffer import KVBuffer
 from hikv.device import DeviceInfo, device_info, disturbances, probe_failure
@@ -36,6 +37,7 @@ from .space import Point, bytes_in_flight, compiled, littles_law, points, prune,
 
 _CHECKED_PAGES = 16
 _MAX_TURNS = 64  # lists of pages that copies take turns with
+_MAX_BESIDE = 256  # copies beside a GEMM: more would be waited for at submission
 _GEMM, _GEMMS = 4096, 8
 
 
@@ -142,7 +144,10 @@ class GpuBench:
             return None
         (plan,) = case.plans(self._pool, num_pages=min(case.num_pages, _CHECKED_PAGES))
         fill_random(plan.src)
-        wrong = wrong_bytes(plan, lambda: self._copy(plan, point), self._synchronize)
+        try:
+            wrong = wrong_bytes(plan, lambda: self._copy(plan, point), self._synchronize)
+        except OutOfResources as error:
+            return f"it does not fit this GPU: {error}"
         if wrong is None:
             self._right.add(kind)
         return wrong
@@ -156,7 +161,7 @@ class GpuBench:
         return littles_law(point, case.nbytes, in_flight, link["latency"], link["h2d"])
 
     def slowdown(self, case: Case, point: Point) -> float | None:
-        """Times of GEMMs (4096³, bf16) beside copies that last as long, over their time alone."""
+        """Time of GEMMs (4096³, bf16) beside copies that last as long, over their time alone."""
         plans = case.plans(self._pool, turns=min(cold_sets(case.nbytes), _MAX_TURNS))
         a = torch.ones((_GEMM, _GEMM), dtype=torch.bfloat16, device=self._device)
         b, out = torch.ones_like(a), torch.empty_like(a)
@@ -172,7 +177,7 @@ class GpuBench:
         def beside() -> None:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for turn in range(min(copies, _MAX_TURNS)):
+                for turn in range(min(copies, _MAX_BESIDE)):
                     self._copy(plans[turn % len(plans)], point)
             gemms()
 

@@ -34,9 +34,9 @@ EQUAL = 0.02  # rates this close are one rate: the smaller tile wins
 
 @dataclass(frozen=True)
 class Found:
-    """The entry for a case, and what was excluded because its bytes were wrong."""
+    """The entry for a case, `None` if nothing copied it right, and what was left out as wrong."""
 
-    entry: Entry
+    entry: Entry | None
     wrong: Mapping[Point, str]
 
 
@@ -48,15 +48,13 @@ def search(case: Case, bench: Bench, *, target: float, quick: bool, interference
             the best rate of all points where a case is too small for the ceiling.
         quick: fewer points and rounds.
         interference: measure how much the choice slows a GEMM down.
-
-    Raises `RuntimeError` if no point of the space copied the right bytes.
     """
     ceiling = bench.link()[case.direction]
     plan = QUICK if quick else FULL
     screening = _Trials(case, bench)
     screened = screening.run(bench.points(case, quick), plan.screen)
     if not screened:
-        raise RuntimeError(f"{case}: no way to copy it gave the right bytes: {screening.wrong}")
+        return Found(None, screening.wrong)
     finalists = _finalists(screened, target, ceiling)
     # Samples of their own: those of the screening flatter whoever it picked.
     trials, rates = _Trials(case, bench), dict[Point, float]()
@@ -152,6 +150,7 @@ def _entry(
     slowdown = bench.slowdown(case, chosen) if interference else None
     record: dict[str, Any] = {
         "gbps": {f"p{p}": _figure(timings[chosen].gbps(p)) for p in (20, 50, 80)},
+        "rounds": len(timings[chosen].samples),
         "required": _figure(required),
         "predicted": predicted and _figure(predicted),
         "gemm_slowdown": slowdown and round(slowdown, 3),

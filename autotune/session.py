@@ -63,14 +63,14 @@ class Outcome:
         searched: cases of this run.
         wrong: what copied wrong bytes, by case and point.
         stopped: why it ended before its cases did, or `None`.
-        disturbed: whether something spoilt the machine for timing.
+        failed: whether that was no choice of ours: a disturbed machine, or wrong bytes alone.
     """
 
     table: Table
     searched: int = 0
     wrong: dict[tuple[Case, Point], str] = field(default_factory=dict)
     stopped: str | None = None
-    disturbed: bool = False
+    failed: bool = False
 
 
 def tune(
@@ -85,8 +85,8 @@ def tune(
     """Search on `bench`, and write the table to `path`.
 
     Meanwhile the table so far is kept beside it, and a later call with the same goal goes on from
-    there. A disturbed machine ends the search and leaves the table at `path` as it was. Entries of
-    a table at `path` that still fits are kept where no case replaces them.
+    there. A disturbed machine, and a case that nothing copies right, end the search and leave the
+    table at `path` as it was. Entries of one that still fits are kept where no case replaces them.
     """
     started = clock()
     header = {
@@ -96,7 +96,7 @@ def tune(
         "date": date,
         "link_gbps_and_latency": bench.link(),
     }
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{'quick' if options.quick else 'full'}.partial")
     entries = _earlier(partial, header)
     outcome = Outcome(Table(header, entries))
     written = started
@@ -104,7 +104,7 @@ def tune(
         for case, left in _todo(options, entries):
             progress(len(entries), len(entries) + left, str(case))
             if spoilt := bench.disturbances():
-                outcome.stopped, outcome.disturbed = "; ".join(spoilt), True
+                outcome.stopped, outcome.failed = "; ".join(spoilt), True
             elif options.budget is not None and clock() - started >= options.budget:
                 outcome.stopped = f"the budget of {options.budget:g} s is spent"
             if outcome.stopped is not None:
@@ -116,8 +116,11 @@ def tune(
                 quick=options.quick,
                 interference=options.interference,
             )
-            entries[case.key] = found.entry
             outcome.wrong.update({(case, point): why for point, why in found.wrong.items()})
+            if found.entry is None:
+                outcome.stopped, outcome.failed = f"no way to copy {case} is right", True
+                break
+            entries[case.key] = found.entry
             outcome.searched += 1
             if clock() - written >= _SAVE_SECONDS:
                 write_table(partial, outcome.table)
@@ -125,7 +128,7 @@ def tune(
     finally:
         if entries:
             write_table(partial, outcome.table)
-    if entries and not outcome.disturbed:
+    if entries and not outcome.failed:
         outcome.table = Table(header, _earlier(path, header) | entries)
         write_table(path, outcome.table)
     if outcome.stopped is None:
@@ -147,16 +150,15 @@ def _todo(options: Options, entries: dict[Key, Entry]) -> Iterator[tuple[Case, i
 
     The coarse ones come first, so that wherever a budget ends, there is something near every copy.
     """
-    grid = list(options.cases) or full_cases()
-    batches = [grid] if options.cases else [quick_cases(), grid]
-    if options.quick and not options.cases:
-        batches.pop()
-    for batch in batches:
-        yield from _missing(batch, entries)
-    while options.quick and not options.cases:
-        disputed = [case for case in grid if case.key not in entries and _disputed(case, entries)]
-        if not disputed:
-            return
+    if options.cases:
+        yield from _missing(options.cases, entries)
+        return
+    grid = full_cases()
+    yield from _missing(quick_cases(), entries)
+    if not options.quick:
+        yield from _missing(grid, entries)
+        return
+    while disputed := [c for c in grid if c.key not in entries and _disputed(c, entries)]:
         yield from _missing(disputed, entries)
 
 

@@ -36,9 +36,7 @@ class Point(NamedTuple):
         return self.path + (f" × {self.block_quota}" if self.block_quota else "") + fields
 
 
-def points(
-    num_sms: int, serves: Callable[[str], bool], *, quick: bool = False, paths: Sequence[str] = ()
-) -> list[Point]:
+def points(num_sms: int, serves: Callable[[str], bool], *, quick: bool = False) -> list[Point]:
     """Every point of `SPACE` whose path serves, by rising CTAs.
 
     The kernel's default is one of its configurations. `quick` keeps it and the smallest, which lets
@@ -46,7 +44,7 @@ def points(
     """
     found = []
     for path, fields in SPACE.items():
-        if not serves(path) or (paths and path not in paths):
+        if not serves(path):
             continue
         names = [name for name in fields if name != "block_quota"]
         configs: list[tuple[tuple[str, int], ...]] = [()]

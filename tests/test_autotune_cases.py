@@ -118,6 +118,7 @@ def test_what_the_compiler_rules_out_is_never_timed(told, kept):
     assert compiled == [(candidates[0], "sm_90")]  # once for all quotas
 
 
+@pytest.mark.aot
 def test_the_compilers_report_decides_for_real():
     parts = Case("h2d", 1024, 256).part_plan().parts
     fits, spills = (Point("sm", 2, (("num_warps", n), ("loads", 32))) for n in (8, 32))

@@ -64,7 +64,7 @@ def test_a_budget_ends_a_search_and_the_next_goes_on(gpu, path):
     assert second.searched == 4 - first.searched
     assert set(read_table(path).entries) == {case.key for case in CASES}
     assert first.table.entries.items() <= second.table.entries.items()
-    assert not path.with_suffix(".partial").exists()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("change", [{"target": 0.5}, {"gpu": "gb300"}])
@@ -73,6 +73,19 @@ def test_another_goal_does_not_go_on_from_here(gpu, path, change):
     other = SimulatedGpu(PRESETS[change.get("gpu", "h100")])
     outcome = search(other, path, Options(change.get("target", 0.9), cases=CASES))
     assert outcome.searched == 4
+
+
+def test_a_full_search_does_not_go_on_from_a_quick_one(gpu, path):
+    search(gpu, path, Options(quick=True, budget=3.5), clock=Ticks())
+    assert search(gpu, path, Options(cases=CASES)).searched == 4
+
+
+def test_a_case_that_nothing_copies_right_ends_the_search(path):
+    gpu = SimulatedGpu(PRESETS["h100"], spoiled=("sm", "tma", "staged", "ce"))
+    outcome = search(gpu, path, Options(cases=CASES))
+    assert (outcome.searched, outcome.failed) == (0, True)
+    assert "h2d:1024x4096" in outcome.stopped
+    assert not path.exists()
 
 
 def test_an_interruption_keeps_what_was_found(gpu, path, monkeypatch):
@@ -112,7 +125,7 @@ def test_a_disturbed_machine_ends_the_search_and_writes_no_table(path):
     told = iter([(), (), ("the GPU is throttled by heat",)])
     gpu = SimulatedGpu(PRESETS["h100"], disturbed=lambda: next(told))
     outcome = search(gpu, path, Options(cases=CASES))
-    assert (outcome.searched, outcome.disturbed) == (2, True)
+    assert (outcome.searched, outcome.failed) == (2, True)
     assert "throttled" in outcome.stopped
     assert not path.exists()
     again = SimulatedGpu(PRESETS["h100"])
