@@ -154,7 +154,8 @@ def measured_report(
         rows = [row | told for row, told in zip(measured, forecast, strict=True)]
     for row in rows:
         follows, best = row.get("predicted wins"), row["wins"]
-        row["kept"] = row.get(f"gbps {follows}", 0.0) / row[f"gbps {best}"] if best else None
+        kept = row.get(f"gbps {follows}") or 0.0  # nothing of a way that cannot run, or is wrong
+        row["kept"] = kept / row[f"gbps {best}"] if follows and best else None
     report.tables = [_measurement(rows, ways)]
     report.tables += [_prediction(rows, ways, link)] if link is not None else []
     report.facts = {"ceilings": ceilings}

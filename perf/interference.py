@@ -117,21 +117,23 @@ def beside(
             machine.duet, compute.run, repeats, candidate.run, min(needed, MAX_COPIES)
         )
     found = in_turns(plays, rounds)
-    base = _median(found[None], "compute_seconds")
-    return [
-        _row(direction, way)
-        | {
-            "compute": compute.name,
-            "flops": compute.flops,
-            "alone_seconds": base,
-            "seconds": _median(found[way], "compute_seconds"),
-            "slowdown": _median(found[way], "compute_seconds") / base,
-            "copy_gbps": candidate.nbytes / _median(found[way], "copy_seconds") / 1e9,
-            "copy_alone_gbps": candidate.nbytes / seconds[way] / 1e9,
-            "covered": _median(found[way], "covered"),
-        }
-        for way, candidate in copies.items()
-    ]
+    base = _middle(found[None]).compute_seconds
+    told = {"compute": compute.name, "flops": compute.flops, "alone_seconds": base}
+    rows = []
+    for way, candidate in copies.items():
+        middle, gbps = _middle(found[way]), candidate.nbytes / 1e9
+        rows.append(
+            _row(direction, way)
+            | told
+            | {
+                "seconds": middle.compute_seconds,
+                "slowdown": middle.compute_seconds / base,
+                "copy_gbps": gbps / middle.copy_seconds if middle.copy_seconds > 0 else None,
+                "copy_alone_gbps": gbps / seconds[way],
+                "covered": middle.covered,
+            }
+        )
+    return rows
 
 
 def in_turns(
@@ -147,8 +149,9 @@ def in_turns(
     return found
 
 
-def _median(duets: Sequence[Duet], name: str) -> float:
-    return float(np.median([getattr(duet, name) for duet in duets]))
+def _middle(duets: Sequence[Duet]) -> Duet:
+    """The median of each figure; NaN where one is."""
+    return Duet(*(float(np.median(figures)) for figures in zip(*duets, strict=True)))
 
 
 def interference_table(rows: Sequence[Row], direction: str, waived: dict[str, str]) -> Table:
@@ -165,7 +168,7 @@ def interference_table(rows: Sequence[Row], direction: str, waived: dict[str, st
         line[f"{name} slower"] = row["slowdown"]
         line[f"{name} µs"] = row["seconds"] * 1e6
         line[f"{name} rate"] = row["flops"] / row["seconds"] / 1e12
-        line[f"{name} copy"] = None if math.isnan(row["copy_gbps"]) else row["copy_gbps"]
+        line[f"{name} copy"] = row["copy_gbps"]
     columns = [Column("way", "way"), Column("quota", "CTAs"), Column("alone", "alone", ".1f")]
     for name, row in computes.items():
         columns.append(Column(f"{name} slower", "×", ".3f", name))
@@ -206,8 +209,7 @@ def panels(rows: Sequence[Row]) -> dict[str, list[Series]]:
             if (row["direction"], row["compute"]) == (direction, compute)
             and row["way"].partition("@")[0] == path
         ]
-        series = Series(
-            f"{compute}, {path}", [x for x, _ in mine], [y for _, y in mine], len(mine) > 1
-        )
+        x, y = [quota for quota, _ in mine], [slowdown for _, slowdown in mine]
+        series = Series(f"{compute}, {path}", x, y, line=len(mine) > 1)
         found.setdefault(direction.upper(), []).append(series)
     return found

@@ -112,6 +112,18 @@ def test_copies_are_as_many_as_cover_the_compute_and_not_more_than_allowed():
         assert (row["covered"] < 0.95) == (on is fast)
 
 
+def test_a_copy_too_slow_to_end_beside_the_compute_has_no_rate(monkeypatch):
+    machine = FakeGpu()
+    monkeypatch.setattr(machine, "duet", lambda *args, **more: summarise(0.0, 1.0, 1, [0.5]))
+    work = workload(machine, CASE, "h2d")
+    copies = {Way("sm", 1): Way("sm", 1).candidate(machine, work)}
+    (row,) = interference.beside(machine, "h2d", Compute("GEMM", 1.0, lambda: None), copies, 2)
+    assert row["copy_gbps"] is None
+    assert row["covered"] == 0.5
+    table = interference.interference_table([row], "h2d", {})
+    assert "copies ended before GEMM did: sm@1" in table.notes
+
+
 def test_every_round_plays_each_once_in_an_order_of_its_own():
     order = []
     plays = {way: lambda way=way: order.append(way) for way in (None, *parse_ways("ce,sm@2,sm@4"))}

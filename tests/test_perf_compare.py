@@ -239,3 +239,14 @@ def test_a_wrong_copy_cannot_win(gpu, capsys):
     gpu(FakeGpu(fault=lambda plan, path, quota: quota == 32 and flip_a_bit(plan)))
     assert main(["crossover", "--page-bytes", "64", "--runs", "4", "--rounds", "1"]) == 1
     assert "WRONG, h2d, sm@32: page" in capsys.readouterr().out
+
+
+def test_nothing_is_kept_of_a_predicted_winner_that_is_wrong(gpu):
+    machine = gpu(FakeGpu(fault=lambda plan, path, quota: quota == 2 and flip_a_bit(plan)))
+    cases = list(crossover.grid((64,), (256,)))
+    _, rows = crossover.measured_report(machine, cases, parse_ways("sm@2,tma@4,ce"), 1)
+    assert {(r["predicted wins"], r["wins"], r["kept"]) for r in rows} == {("sm@2", "ce", 0.0)}
+    _, rows = crossover.measured_report(FakeGpu(), cases, parse_ways("tma@4"), 1)
+    assert [(r["predicted wins"], r["wins"], r["kept"]) for r in rows] == [
+        (None, "tma@4", None)
+    ] * 2

@@ -8,7 +8,16 @@ import pytest
 from fake_machine import GPU
 
 from perf.case import HEADS, head_grids
-from perf.model import BASELINE_IN_FLIGHT, C2C, PCIE5, link_of, predict
+from perf.model import (
+    BASELINE_IN_FLIGHT,
+    C2C,
+    LAUNCH_SECONDS,
+    PCIE5,
+    engine_seconds,
+    kernel_seconds,
+    link_of,
+    predict,
+)
 from perf.published import published, published_case
 
 ROWS = [
@@ -65,3 +74,31 @@ def test_a_published_figure_belongs_to_exactly_its_case():
     assert published(replace(case, host_layout="page_first"), "h2d", 2) is None
     assert published(replace(case, spec=replace(case.spec, num_layers=60)), "h2d", 2) is None
     assert published(published_case(4, 2), "h2d", 2) is None
+
+
+def test_short_copies_cost_a_descriptor_each_and_long_ones_the_link():
+    # vLLM #48434, H100: 12,288 copies of 8 KiB at 15.0 GB/s, joined by 16 at 54.1 GB/s.
+    nbytes = 12_288 * 8192
+    apart, joined = (engine_seconds(PCIE5, "h2d", n, nbytes) for n in (12_288, 768))
+    assert nbytes / apart / 1e9 == pytest.approx(15.0, rel=0.07)
+    assert nbytes / joined / 1e9 == PCIE5.ceiling["h2d"]
+    assert engine_seconds(PCIE5, "h2d", 1, 54_100_000, ceiling=54.1) == pytest.approx(1e-3)
+
+
+def test_a_kernel_pays_once_for_its_launch():
+    link = PCIE5.ceiling["d2h"] * 1e9
+    assert kernel_seconds(PCIE5, "d2h", 32, 16384, 0) == LAUNCH_SECONDS
+    assert kernel_seconds(PCIE5, "d2h", 32, 16384, int(link)) == pytest.approx(1 + LAUNCH_SECONDS)
+    assert kernel_seconds(PCIE5, "h2d", 1, 2400, 10**9) == pytest.approx(1 + LAUNCH_SECONDS)
+
+
+def test_many_copies_are_better_off_with_a_kernel_below_the_size_that_others_found():
+    # vLLM hands copies of less than 28 KiB to a kernel from 16 on (H100, swap_blocks_triton.py).
+    def faster(nbytes, count):
+        engine = engine_seconds(PCIE5, "h2d", count, count * nbytes)
+        return kernel_seconds(PCIE5, "h2d", 12, 16384, count * nbytes) < engine
+
+    assert faster(20 << 10, 10_000)
+    assert not faster(28 << 10, 10_000)
+    assert not faster(1 << 10, 16)
+    assert faster(1 << 10, 64)
