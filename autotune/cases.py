@@ -25,7 +25,7 @@ MAX_NARROW_RUN = 2048  # a longer run holds many rows, and then a wide vector di
 # 576 values in fp8 and bf16.
 _LATENT_ROWS = {512: 576, 1024: 1152}
 _LAYERS, _TOKENS = 4, 16
-_LONG_RUN = 4096  # from here a run is a layer's page of many tokens, not one row
+_LONG_RUN = 4096
 
 Pool = Callable[[str, KVSpec, str, int], KVBuffer]
 """Makes a pool: side (`"gpu"` or `"host"`), spec, layout, pages."""
@@ -56,37 +56,42 @@ class Case:
         return self.num_pages * self.spec.bytes_per_page
 
     @property
+    def _long(self) -> bool:
+        """Whether a run is a layer's page of many tokens, and not one row."""
+        return self.run_bytes >= _LONG_RUN
+
+    @property
+    def _layered(self) -> bool:
+        """Whether the runs are enough for pages of several layers; else each is a page."""
+        return self.num_runs >= 2 * _LAYERS * (1 if self._long else _TOKENS)
+
+    @property
     def latent(self) -> bool:
         """Whether a row stands for all heads, as in MLA, or K and V have rows of their own."""
-        odd = self.num_runs % 2 == 1
-        return odd or self.vector_bytes < 16 or self.run_bytes in _LATENT_ROWS
+        return not self._layered or self.vector_bytes < 16 or self.run_bytes in _LATENT_ROWS
 
     @cached_property
     def spec(self) -> KVSpec:
-        """A page of at most `num_runs` runs."""
-        kinds = 1 if self.latent else 2
-        layers = min(_LAYERS, self.num_runs // kinds)
-        if self.run_bytes >= _LONG_RUN:
-            width = self.run_bytes // _TOKENS
-            return KVSpec(layers, 1, width, _TOKENS, torch.uint8, latent=self.latent)
-        tokens = min(_TOKENS, self.num_runs // kinds // layers)
+        """A page of no more runs than there are. Few kinds of pages: each must be compiled."""
         width = _LATENT_ROWS.get(self.run_bytes, self.run_bytes)
-        if self.vector_bytes < 16:
+        if self._long:
+            width //= _TOKENS
+        elif self.vector_bytes < 16:
             width = self.run_bytes + self.vector_bytes
+        layers = _LAYERS if self._layered else 1
+        tokens = _TOKENS if self._layered or self._long else 1
         return KVSpec(layers, 1, width, tokens, torch.uint8, latent=self.latent)
 
     @property
     def layouts(self) -> dict[str, str]:
         """The layout of each side; the host's keeps as much together as a run is to hold."""
-        long = self.run_bytes >= _LONG_RUN
-        return {"gpu": "layer_first", "host": "page_first_direct" if long else "page_first"}
+        return {"gpu": "layer_first", "host": "page_first_direct" if self._long else "page_first"}
 
     @property
     def num_pages(self) -> int:
         """Pages of one copy."""
-        spec = self.spec
-        tokens = 1 if self.run_bytes >= _LONG_RUN else spec.page_size
-        return max(1, self.num_runs // ((1 if self.latent else 2) * spec.num_layers * tokens))
+        rows = 1 if self._long else self.spec.page_size
+        return self.num_runs // ((1 if self.latent else 2) * self.spec.num_layers * rows)
 
     def plans(self, pool: Pool, *, num_pages: int | None = None, turns: int = 1) -> list[CopyPlan]:
         """`turns` copies of `num_pages` random pages (default: the case's), which share none."""

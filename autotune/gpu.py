@@ -117,8 +117,10 @@ class GpuBench:
         kind = (case.direction, case.spec, quick)
         if kind not in self._kept:
             (plan,) = case.plans(self._pool, num_pages=1)
-            wide = points(self.info.num_sms, lambda path: self._serves(path, plan), quick=quick)
-            self._kept[kind] = prune(wide, plan.parts, target_of(self.info), self._compile)
+            kept = points(self.info.num_sms, lambda path: self._serves(path, plan), quick=quick)
+            if not quick:  # defaults and the smallest tiles fit
+                kept = prune(kept, plan.parts, target_of(self.info), self._compile)
+            self._kept[kind] = kept
         return self._kept[kind]
 
     def measure(

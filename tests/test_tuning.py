@@ -241,6 +241,31 @@ def test_the_fields_of_an_entry_make_the_kernels_config():
         )
 
 
+class FakeStream:
+    """A stream on which everything is done at once."""
+
+    def record_event(self):
+        return SimpleNamespace(query=lambda: True)
+
+
+@pytest.mark.parametrize("config", [{"num_warps": 8, "loads": 32}, None])
+def test_the_chosen_config_and_ctas_reach_the_launcher(monkeypatch, config):
+    launched = []
+    path = dataclasses.replace(
+        REGISTERS, launch=lambda plan, **options: launched.append(options), shares_pages=False
+    )
+    monkeypatch.setitem(transfers.PATHS, "sm", path)
+    choice = Choice("sm", 4, "t.json", config)
+    handle = transfers.Transfer(meta_plan(), choice.path, choice.block_quota, choice.source)
+    stream = FakeStream()
+    transfers._launch_on_gpu(choice, handle, [], stream, layerwise=False)
+    assert handle.done()
+    (options,) = launched
+    assert (options["stream"], options["block_quota"]) == (stream, 4)
+    told = options.get("config")
+    assert told == (config and REGISTERS.config(**config))
+
+
 def test_tables_are_read_once_and_reported_once(tmp_path, monkeypatch, file):
     monkeypatch.setenv("HIKV_TUNED_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
