@@ -91,11 +91,17 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         type=head_grids,
         default=HEADS,
         metavar="H:HG,…",
-        help=f"K/V heads and groups, default {HEADS}",
+        help="K/V heads and groups, default %(default)s",
     )
     add("--head-dim", type=positive, default=128, metavar="N", help="default 128")
     add("--page", type=positive, default=64, metavar="TOKENS", help="tokens a page, default 64")
-    add("--tokens", type=positive, default=2048, metavar="N", help="whole pages, default 2048")
+    add(
+        "--tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="whole pages, default %(default)s",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="default bf16")
     add("--mla", type=positive, metavar="ROW_BYTES", help="latent rows instead of heads")
     layouts = list_layouts()

@@ -17,7 +17,7 @@ import numpy as np
 
 from hikv.measure import Candidate
 
-from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, head_grids, positive
+from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, positive
 from .compute import Compute, attention, gemm, one_element
 from .duet import Duet
 from .machine import Machine, workload
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attention", type=positive, default=8192, metavar="N", help="tokens, default 8192")
     add("--rounds", type=positive, default=10, metavar="N", help="timed runs, default 10")
     add_output_options(parser)
-    parser.set_defaults(heads=head_grids("8:4"), tokens=512)
+    parser.set_defaults(heads="8:4", tokens=512)
 
 
 def run(args: argparse.Namespace) -> int:

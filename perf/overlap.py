@@ -15,7 +15,7 @@ from hikv.measure import Candidate, Measurement, measure
 from hikv.plan import CopyPlan
 from hikv.transfers import PATHS
 
-from .case import Case, add_case_options, cases_from, counted, head_grids, positive
+from .case import Case, add_case_options, cases_from, counted, positive
 from .compute import Compute, gemm
 from .machine import Machine, Workload, workload
 from .output import Column, Progress, Report, Table, add_output_options, check_output_options
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pieces", type=positive, default=1, metavar="N", help="GEMMs a layer, default 1")
     add("--rounds", type=positive, default=10, metavar="N", help="timed runs, default 10")
     add_output_options(parser)
-    parser.set_defaults(heads=head_grids("8:4"))
+    parser.set_defaults(heads="8:4")
 
 
 def run(args: argparse.Namespace) -> int:

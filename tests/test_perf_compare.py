@@ -55,6 +55,18 @@ def test_anything_else_is_refused_with_what_is_known(text, capsys):
     assert "expected sm@CTAS, tma@CTAS, staged@CTAS, ce" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "heads", "tokens"),
+    [("cta", "8:1,8:2,8:4,8:8,16:1,16:8,16:16", 2048), ("compare", "8:4", 128)],
+)
+def test_help_names_each_commands_own_defaults(command, heads, tokens, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"K/V heads and groups, default {heads}" in words
+    assert f"whole pages, default {tokens} " in words
+
+
 @without_gpu
 def test_without_a_gpu_it_is_refused_in_one_line(capsys):
     assert main(["compare"]) == 2
@@ -138,6 +150,8 @@ def test_the_command_covers_the_host_layouts_and_fits_a_terminal(gpu, tmp_path, 
     assert "waived, LMCache, own chunk: lmcache.c_ops is not installed" in printed
     assert main(["compare", *SMALL, "--host-layout", "page_head", "--rounds", "1"]) == 0
     assert "host page_first" not in capsys.readouterr().out
+    assert main(["compare", *SMALL, "--mla", "48", "--rounds", "1"]) == 0
+    assert "H2D, host page_first_direct, rows of 48 B: 6 runs of" in capsys.readouterr().out
 
 
 def test_a_wrong_byte_leaves_the_figure_out_and_ends_with_1(gpu, capsys):
