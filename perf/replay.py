@@ -1,0 +1,271 @@
+"""Replay requests through real pools with real bytes: hits by tier, bytes moved, evictions.
+
+Every page holds the 256-bit hash of its prefix; every page that a request reuses is compared with
+what it should hold. Nothing here is timed: first-token times are estimates by a stated model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hikv.buffer import KVBuffer
+from hikv.cache.config import HiCacheConfig
+from hikv.cache.eviction import POLICIES
+from hikv.cache.hiradix import ANYONE, HiRadixCache
+from hikv.cache.keys import namespace_seed, page_hashes
+from hikv.cache.pools import DevicePool, HostPool
+from hikv.cache.requests import Request
+from hikv.errors import ArgumentError, HikvError
+from hikv.spec import KVSpec
+
+from .case import positive
+from .output import Column, Table
+from .plot import Series, draw
+from .traces import WORKLOADS, Arrival, Workload, make_workload, read_trace
+
+HASH_BYTES = 32
+LAYOUT = "page_first"
+NEVER = 1 << 62
+"""Uses that no node reaches: with it nothing is ever copied to the host."""
+
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `perf replay`."""
+    add = parser.add_argument
+    add("trace", metavar="TRACE", help=f"a file, or a workload: {', '.join(WORKLOADS)}")
+    add("--capacity", type=_capacities, default="0", metavar="N,…", help="GPU pages; 0 = unbounded")
+    add("--host-ratio", type=float, default=0.0, help="host pages a GPU page; default 0, L2 off")
+    add("--policy", choices=POLICIES, default="lru", help="eviction, default lru")
+    add("--granularity", choices=("segment", "page"), default="segment", help="what leaves at once")
+    policies = ("write_through", "write_through_selective", "write_back")
+    add("--write-policy", choices=policies, default="write_through", help="when L2 gets its copy")
+    add("--block-tokens", type=positive, help="tokens of one id of a trace; default by its lengths")
+    add("--json", action="store_true", help="one JSON object a capacity, instead of the table")
+    add("--plot", type=Path, metavar="FILE", help="hit rate against capacity")
+    add_model_options(parser)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The figures of the model that estimates first-token times."""
+    add = parser.add_argument
+    add("--prefill-rate", type=float, default=20_000.0, help="model: tokens computed a second")
+    add("--h2d-gbps", type=float, default=50.0, help="model: decimal GB/s from host to GPU")
+    add("--token-bytes", type=positive, default=163_840, help="model: bytes of a token's KV")
+
+
+def _capacities(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row for each capacity. A wrong byte raises `HikvError`."""
+    path = Path(args.trace)
+    made = args.trace in WORKLOADS and not path.exists()
+    if not made and not path.is_file():
+        raise ArgumentError(
+            "trace",
+            expected=f"a file, or one of {', '.join(WORKLOADS)}",
+            got=args.trace,
+            remedy="correct the path or the name",
+        )
+    workload = make_workload(args.trace) if made else read_trace(path, args.block_tokens)
+    rows = []
+    for capacity in args.capacity:
+        row = replay(
+            workload,
+            capacity,
+            host_ratio=args.host_ratio,
+            eviction=args.policy,
+            granularity=args.granularity,
+            write_policy=args.write_policy,
+        )
+        row["estimated_ttft_ms"] = estimate_of(row, workload, args)
+        rows.append(row)
+        if args.json:
+            print(json.dumps(row), flush=True)
+    if not args.json:
+        print(table(workload, rows, args).terminal())
+    if args.plot is not None:
+        plot(workload, rows, args.plot)
+    return 0
+
+
+def replay(workload: Workload, capacity: int, *, host_ratio: float = 0.0, **settings: Any) -> Row:
+    """Play `workload` on a cache of `capacity` GPU pages and count.
+
+    Args:
+        capacity: 0 is unbounded: a page for every block there is.
+        host_ratio: host pages a GPU page; 0 never copies anything to the host.
+        settings: of `HiCacheConfig`.
+
+    Each request is matched and locked, loads back what the host holds, computes the rest, inserts
+    its prompt and its output, and is released before the next one comes. Raises `HikvError` for the
+    first wrong byte, and `CapacityError` for a request that does not fit.
+    """
+    player = Player(workload, capacity, host_ratio, settings)
+    row = player.play()
+    player.finish()
+    return row
+
+
+class Player:
+    """A cache over real pools that serves a workload, once or several times."""
+
+    def __init__(
+        self, workload: Workload, capacity: int, host_ratio: float, settings: Mapping[str, Any]
+    ) -> None:
+        pages = capacity or max(1, workload.blocks)
+        spec = KVSpec(1, 1, HASH_BYTES, 1, torch.uint8, latent=True)
+        options: dict[str, Any] = {"host_ratio": host_ratio or None, **settings}
+        if not host_ratio:
+            options |= {"write_policy": "write_through_selective"}
+            options |= {"write_through_threshold": NEVER}
+        config = HiCacheConfig(mem_layout=LAYOUT, load_back_threshold=0, **options)
+        memory = torch.zeros(pages * HASH_BYTES, dtype=torch.uint8)
+        device = DevicePool(KVBuffer.from_tensor(memory, spec, LAYOUT))
+        host = HostPool.beside(device, config, num_pages=None if host_ratio else 1)
+        self.cache = HiRadixCache(device, host, config, after=None, token_dtype=np.int64)
+        self._rows = memory.numpy().reshape(pages, HASH_BYTES)
+        self._seed = namespace_seed(ANYONE)
+        self._workload, self._counts = workload, Counter[str]()
+        self._label: Row = {
+            "workload": workload.name,
+            "capacity": capacity,
+            "host_pages": host.num_pages if host_ratio else 0,
+        }
+
+    def play(self) -> Row:
+        """Serve every request and settle what is in flight; returns what this round counted."""
+        before = self._totals()
+        for rid, arrival in enumerate(self._workload.arrivals):
+            self._serve(rid, arrival)
+        loads, backups = self.cache.controller.queues
+        self.cache.poll((len(loads), len(backups)))
+        now = self._totals()
+        row = self._label | {name: count - before[name] for name, count in now.items()}
+        return row | {"hit_rate": row["hits"] / max(1, row["touches"])}
+
+    def finish(self) -> None:
+        """Prove the books and end the copies' threads."""
+        self.cache.check()
+        self.cache.close()
+
+    def _totals(self) -> dict[str, int]:
+        metrics, page = self.cache.metrics, self.cache.device.bytes_per_page
+        names = ("requests", "touches", "hits", "device_hits", "host_hits", "loaded")
+        return {name: self._counts[name] for name in names} | {
+            "backed_up": int(metrics.copied_bytes["backup"].value) // page,
+            "evicted_device": int(metrics.evicted_pages["device"].value),
+            "evicted_host": int(metrics.evicted_pages["host"].value),
+            "dropped": self.cache.stats().get("dropped_pages", 0),
+        }
+
+    def _serve(self, rid: int, arrival: Arrival) -> None:
+        """One request from match to release."""
+        cache = self.cache
+        cache.poll()
+        request = cache.acquire(rid, arrival.prompt)
+        cache.load_back(rid)
+        known = np.array([*arrival.prompt, *arrival.output], np.int64)
+        want = np.frombuffer(b"".join(page_hashes(known, 1, self._seed)), np.uint8)
+        want = want.reshape(known.size, HASH_BYTES)
+        reused = request.pages.size
+        cache.allocate(rid, known.size)
+        request.wait()
+        self._verify(request, reused, want)
+        self._rows[request.pages[reused:]] = want[reused:]
+        cache.insert(rid, known)
+        lengths = request.lengths
+        self._counts.update(
+            requests=1,
+            touches=len(arrival.prompt),
+            hits=reused,
+            device_hits=lengths.device_len,
+            host_hits=lengths.host_len,
+            loaded=lengths.loaded_len,
+        )
+        cache.release(rid)
+
+    def _verify(self, request: Request, reused: int, want: np.ndarray) -> None:
+        wrong = np.flatnonzero((self._rows[request.pages[:reused]] != want[:reused]).any(axis=1))
+        if wrong.size:
+            raise HikvError(
+                f"request {request.rid}: {wrong.size} of {reused} reused pages hold other bytes "
+                f"than their prefix, the first is page {wrong[0]} of the prompt"
+            )
+
+
+def estimate_of(row: Row, workload: Workload, args: argparse.Namespace) -> float:
+    """Mean milliseconds to the first token, modelled: see `model_note`.
+
+    Loading is charged in full, as if no layer of it were hidden behind computing; queueing, storage
+    and sampling are left out.
+    """
+    computed = (row["touches"] - row["hits"]) * workload.block_tokens / args.prefill_rate
+    loaded_bytes = row["loaded"] * workload.block_tokens * args.token_bytes
+    seconds = computed + loaded_bytes / (args.h2d_gbps * 1e9)
+    return 1e3 * seconds / max(1, row["requests"])
+
+
+def model_note(args: argparse.Namespace) -> str:
+    """What the estimates rest on."""
+    return (
+        f"Estimated, not measured: computed tokens at {args.prefill_rate:,.0f} a second plus "
+        f"loaded bytes ({args.token_bytes:,} B a token) at {args.h2d_gbps:g} GB/s; no overlap, "
+        "no queue."
+    )
+
+
+def table(workload: Workload, rows: Sequence[Row], args: argparse.Namespace) -> Table:
+    """The rows for people."""
+    columns = [
+        Column("capacity", "L1", group="pages"),
+        Column("host_pages", "L2", group="pages"),
+        Column("hits", "all", ",", group="hits"),
+        Column("device_hits", "L1", ",", group="hits"),
+        Column("loaded", "L2", ",", group="hits"),
+        Column("hit_rate", "rate", ".1%", group="hits"),
+        Column("backed_up", "backed up", ",", group="pages moved"),
+        Column("evicted_device", "L1", ",", group="evicted"),
+        Column("evicted_host", "L2", ",", group="evicted"),
+        Column("dropped", "lost", ",", group="evicted"),
+        Column("estimated_ttft_ms", "TTFT ms, estimated", ",.1f"),
+    ]
+    notes = [
+        f"A page is one block of {workload.block_tokens} tokens; L1 0 is unbounded. Every reused "
+        "page was compared with the hash of its prefix.",
+        model_note(args),
+    ]
+    title = (
+        f"{workload.name}: {len(workload.arrivals):,} requests, {workload.touches:,} block "
+        f"touches, {args.policy}, {args.granularity}, "
+        f"{args.write_policy if args.host_ratio else 'no host tier'}"
+    )
+    return Table(title, columns, rows, notes)
+
+
+def plot(workload: Workload, rows: Sequence[Row], file: Path) -> None:
+    """Hit rate against GPU pages; an unbounded cache has a page for every block."""
+    pages = [row["capacity"] or workload.blocks for row in rows]
+    order = sorted(range(len(rows)), key=pages.__getitem__)
+    series = [
+        Series(label, [pages[i] for i in order], [rows[i][key] / rows[i]["touches"] for i in order])
+        for label, key in (("L1 and L2", "hits"), ("L1", "device_hits"))
+    ]
+    draw(
+        f"perf replay: {workload.name}",
+        {f"{workload.touches:,} block touches": series},
+        file,
+        x="pages on the GPU",
+        y="share of blocks reused",
+    )
