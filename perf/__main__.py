@@ -17,7 +17,9 @@ from . import (
     gather,
     gpu_check,
     interference,
+    matrix,
     overlap,
+    replay,
     show,
 )
 
@@ -28,6 +30,8 @@ COMMANDS = {
     "interference": interference,
     "overlap": overlap,
     "gather": gather,
+    "replay": replay,
+    "matrix": matrix,
     "gpu-check": gpu_check,
     "compile": compiled,
     "show": show,
