@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from fake_machine import FakeGpu, flip_a_bit
 
 from hikv.device import device_info
 from hikv.spec import KVSpec
-from perf import interference, overlap
+from perf import duet, interference, overlap
 from perf.__main__ import main
 from perf.case import DIRECTIONS, Case
 from perf.compute import Compute, attention, gemm, one_element
 from perf.duet import summarise
-from perf.machine import workload
+from perf.machine import CallerClock, workload
 from perf.output import WIDTH
 from perf.ways import Way, parse_ways
 
@@ -58,15 +60,93 @@ def test_without_a_gpu_it_is_refused_in_one_line(command, capsys):
 
 
 def test_only_copies_that_end_beside_the_compute_count_for_their_rate():
-    duet = summarise(1.0, 5.0, 8, [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
-    assert duet.compute_seconds == 0.5
-    assert duet.copy_seconds == 1.0
-    assert duet.covered == 1.0
+    long = summarise(1.0, 5.0, 8, [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
+    assert (long.compute_seconds, long.copy_seconds, long.covered) == (0.5, 1.0, 1.0)
     short = summarise(1.0, 5.0, 8, [0.5, 2.0, 3.0])
     assert (short.copy_seconds, short.covered) == (1.0, 0.5)
     assert math.isnan(summarise(1.0, 5.0, 1, [0.5, 2.0]).copy_seconds)
     assert summarise(1.0, 5.0, 1, [0.2, 0.5]).covered == 0.0
     assert summarise(1.0, 5.0, 1, []).covered == 0.0
+
+
+class Streams:
+    """Stands in for `torch.cuda`: every stream has its own time, and work adds to the current's."""
+
+    def __init__(self):
+        self.times, self.current, self.waited = {}, None, 0
+        owner = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = owner.times[owner.current]
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) * 1e3
+
+        class Stream:
+            device = "gpu"
+
+            def __init__(self):
+                owner.times[self] = 0.0
+
+            def wait_stream(self, other):
+                owner.times[self] = max(owner.times[self], owner.times[other])
+
+        self.Event, self.Stream = Event, Stream
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def device(self, device):
+        return nullcontext()
+
+    def synchronize(self, device):
+        self.waited += 1
+        self.times = dict.fromkeys(self.times, max(self.times.values()))
+
+    def spend(self, seconds):
+        self.times[self.current] += seconds
+
+    def _sleep(self, cycles):
+        self.spend(0.004)
+
+
+def test_copies_and_compute_start_together_on_streams_of_their_own(monkeypatch):
+    cuda = Streams()
+    monkeypatch.setattr(duet, "torch", SimpleNamespace(cuda=cuda))
+    main, aside = cuda.Stream(), cuda.Stream()
+    turns = []
+
+    def copy(turn):
+        turns.append((turn, cuda.current is aside))
+        cuda.spend(0.25)
+
+    def compute():
+        assert cuda.current is main
+        cuda.spend(0.1)
+
+    found = duet.play(main, aside, compute, 10, copy, 6)
+    assert turns == [(turn, True) for turn in range(6)]
+    assert found.compute_seconds == pytest.approx(0.1)
+    assert found.copy_seconds == pytest.approx(0.25)
+    assert found.covered == 1.0
+    assert cuda.waited == 2
+    assert duet.play(main, aside, compute, 10, copy, 2).covered == pytest.approx(0.5)
+    alone = duet.play(main, aside, compute, 5, copy, 0)
+    assert (alone.compute_seconds, alone.covered) == (pytest.approx(0.1), 0.0)
+
+
+def test_who_waits_pays_for_the_call_and_for_the_copy():
+    log = []
+    sample = CallerClock(lambda: log.append("wait")).time(lambda: log.append("call"))
+    assert log == ["wait", "call", "wait"]
+    assert 0 <= sample.submit_seconds <= sample.seconds
 
 
 def test_pieces_of_compute_are_what_they_say():
