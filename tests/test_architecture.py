@@ -25,7 +25,7 @@ FLOORS = (
     ("hikv/pinned.py", "hikv/region.py", "hikv/tables.py"),
     ("hikv/buffer.py",),
     ("hikv/pages.py",),
-    ("hikv/cp/plan.py", "hikv/cp/shared_memory.py", "hikv/cp/handles.py", "hikv/cp/scratch.py"),
+    ("hikv/cp/plan.py", "hikv/cp/shared_memory.py", "hikv/cp/handles.py", "hikv/cp/scratch.py", "hikv/cp/report.py"),
     ("hikv/cp/board.py",),
     ("hikv/plan.py",),
     ("hikv/boxes.py", "hikv/tuning.py", "hikv/measure.py"),

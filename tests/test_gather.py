@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from hikv.buffer import KVBuffer
+from hikv.cp.backends import HostBackend
 from hikv.cp.gather import ZeroSMGather
 from hikv.cp.group import TorchGroup
 from hikv.cp.plan import Request, plan_gather
@@ -261,7 +262,7 @@ def fail_in_every_way(group):
     holes = np.ones(LOCAL_PAGES, bool)
     holes[3 if rank == 0 else 39] = False
     jam = {"spoil": lambda gather: setattr(gather._backend, "copy", broken)} if rank else {}
-    run("slow", restore=(0, 2) if rank else (0, 1, 2), timeout_s=0.5)
+    run("slow", restore=(0, 2) if rank else (0, 1, 2), timeout_s=3.0)
     run("hole", resident=holes)
     run("room", max_pages=17 + rank)
     run("pool", pages=np.array([2, 3, 2 * LOCAL_PAGES]))
@@ -280,6 +281,7 @@ def fail_in_every_way(group):
         ),
     )
     other = replace(MHA, num_layers=3 + rank)
+    attempt("memory", lambda pool: build_with_little_memory(pool, group, fails=rank == 1))
     attempt("geometry", lambda _: build(shared_pool(other)[1], group))
     attempt(
         "size",
@@ -288,6 +290,17 @@ def fail_in_every_way(group):
     left = leave_in_a_batch(group)
     collect_garbage(group)
     return raised, left, before, resources()
+
+
+def build_with_little_memory(pool, group, fails):
+    """Building, where the scratch of this rank cannot be had if it `fails`."""
+    allocate = HostBackend.allocate
+    try:
+        if fails:
+            HostBackend.allocate = broken
+        return build(pool, group)
+    finally:
+        HostBackend.allocate = allocate
 
 
 def broken(*_):
@@ -311,12 +324,11 @@ def leave_in_a_batch(group):
     """Rank 1 closes early; what this rank raised."""
     _, pool = shared_pool(MHA)
     gather = build(pool, group)
-    gather.begin(plan_gather(gather.shards, [Request([2, 3], 8)]))
-    if group.rank == 1:
-        gather.close()
-        return None
-    gather.restored()
     try:
+        gather.begin(plan_gather(gather.shards, [Request([2, 3], 8)]))
+        if group.rank == 1:
+            return None
+        gather.restored()
         gather.wait(0)
     except GatherError as error:
         return str(error)
@@ -390,7 +402,7 @@ def test_restore_then_gather_then_attention_and_compute_beside_the_next_gather(f
 
 
 SAME_ON_EVERY_RANK = {
-    "slow": "GatherError: rank 1 did not restore layer 1 within 0.5 s; end the batch",
+    "slow": "GatherError: rank 1 did not restore layer 1 within 3 s; end the batch",
     "hole": "GatherError: page 6 is not resident: rank 0 has no KV in its page 3",
     "room": "CapacityError: gather scratch: needs 18 pages, 17 available",
     "pool": "ArgumentError: plan: expected pages of rank 0's pool, which has 40, got its page 40",
@@ -403,6 +415,7 @@ SAME_ON_EVERY_RANK = {
     "mixed": "GatherError: back end 'host' cannot serve the group (rank 1: there is no back end "
     "'pigeon'",
     "private": "GatherError: back end 'host' cannot serve the group (rank 1: its pool is not in",
+    "memory": "GatherError: back end 'host' cannot serve the group (rank 1: paper jam)",
     "geometry": "ArgumentError: geometry: expected the same on every rank",
     "size": "GatherError: back end 'host' cannot serve the group (rank 0: its map is of 3 ranks",
 }
@@ -444,8 +457,13 @@ def test_a_call_out_of_turn_is_refused():
             call()
     with pytest.raises(ArgumentError, match="expected a plan for ShardMap"):
         gather.begin(plan_gather(ShardMap(2, 4), [Request([1, 2], 8)]))
+    assert gather.fits(plan)
+    assert not gather.fits(plan_gather(gather.shards, [Request([1, 2], 8, 1)]))
     gather.begin(plan)
     gather.restored()
+    for layer in (-1, 3):
+        with pytest.raises(ArgumentError, match=f"a layer in 0..2, got {layer}"):
+            gather.restored(layer)
     with pytest.raises(ArgumentError, match="got a second one"):
         gather.begin(plan)
     with pytest.raises(ArgumentError, match="expected layer 0, got 1"):

@@ -136,3 +136,38 @@ def test_a_batch_that_makes_no_sense_is_refused(requests, message):
 def test_requests_may_share_a_partial_page_that_nobody_continues():
     requests = [Request([2], 3), Request([2], 3)]
     check_plan(plan_gather(ShardMap(2, 4), requests), ShardMap(2, 4), requests)
+
+
+def interleaved(tokens: int, num_ranks: int, rank: int) -> np.ndarray:
+    return np.arange(rank, tokens, num_ranks)
+
+
+def zigzag(tokens: int, num_ranks: int, rank: int) -> np.ndarray:
+    """Segments r and 2N − 1 − r of 2N, so that causal attention costs every rank the same."""
+    segments = np.array_split(np.arange(tokens), 2 * num_ranks)
+    return np.concatenate((segments[rank], segments[2 * num_ranks - 1 - rank]))
+
+
+@pytest.mark.parametrize("assign", [interleaved, zigzag])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_who_computes_a_token_does_not_matter_to_where_it_lies(assign, num_ranks):
+    """The chunk arrives in the order of the ranks that computed it, and is staged and stored."""
+    shards = ShardMap(num_ranks, 4)
+    pages = np.arange(num_ranks, num_ranks + 12)
+    request = Request(pages[:6], 22, chunk_tokens=26)
+    plan = plan_gather(shards, [request])
+    arrived = np.concatenate([assign(26, num_ranks, rank) for rank in range(num_ranks)])
+    assert sorted(arrived) == list(range(26))
+
+    scratch = np.full(plan.num_pages * 4, -1)
+    scratch[plan.chunk_slots[arrived]] = arrived
+    tokens = 22 + np.arange(26)
+    assert scratch[plan.table(0)[tokens // 4] * 4 + tokens % 4].tolist() == list(range(26))
+
+    stored = np.full((num_ranks, 4 * 12), -1)
+    slots = pages[tokens // 4] * 4 + tokens % 4
+    for rank in range(num_ranks):
+        own = arrived[shards.owner(slots[arrived]) == rank]
+        stored[rank, shards.local(slots[own])] = own
+    assert stored[shards.owner(slots), shards.local(slots)].tolist() == list(range(26))
+    assert (stored >= 0).sum() == 26, "every token on one rank"

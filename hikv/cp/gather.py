@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,8 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.cp.group import Group, meet
 from hikv.cp.plan import GatherPlan
-from hikv.cp.scratch import NUM_SLOTS, make_slot, scratch_bytes
+from hikv.cp.report import GatherReport, LayerSpan
+from hikv.cp.scratch import NUM_SLOTS, scratch_bytes
 from hikv.cp.shard_map import ShardMap
 from hikv.errors import ArgumentError, CapacityError, GatherError
 from hikv.kernels.copy_engine import descriptors
@@ -46,45 +46,6 @@ class GatheredLayer(NamedTuple):
     page_table: torch.Tensor
 
 
-class LayerSpan(NamedTuple):
-    """When a layer's gather could start, found all restored, and had submitted its copies.
-
-    In `time.monotonic_ns`, which all processes of a host share. On the CPU the copies are over at
-    `done_ns`.
-    """
-
-    layer: int
-    start_ns: int
-    restored_ns: int
-    done_ns: int
-
-
-@dataclass
-class GatherReport:
-    """What ran since the gather was built.
-
-    Attributes:
-        backend, engine: who moved the bytes.
-        batches, layers: how many were gathered.
-        copies: copies after merging consecutive pages.
-        bytes_from: per owner, payload bytes read from its pool.
-        spans: one per layer of the last batch.
-    """
-
-    backend: str
-    engine: str
-    batches: int
-    layers: int
-    copies: int
-    bytes_from: list[int]
-    spans: list[LayerSpan] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes over all owners, each counted once."""
-        return sum(self.bytes_from)
-
-
 class ZeroSMGather:
     """Gathers layers from the pools of a group of ranks with no SM.
 
@@ -101,9 +62,9 @@ class ZeroSMGather:
     gather or all of them raise the same error, before anything is used.
 
     Raises:
-        ArgumentError: ranks that do not fit together, or an unknown back end.
-        GatherError: a rank that lacks the capability or cannot reach a peer's memory; which one
-            and why. Nothing is tried in its place.
+        ArgumentError: ranks that differ in back end, map, geometry or host.
+        GatherError: a rank that lacks the capability, cannot reach a peer's memory or has no room
+            for the scratch: which rank, and why. Nothing is tried in its place.
     """
 
     def __init__(
@@ -122,9 +83,7 @@ class ZeroSMGather:
         self._rank, self._pools = group.rank, met.pools
         self._backend, self._board = met.backend, met.board
         self._timeout_s = timeout_s
-        self._slots = [
-            make_slot(pool.spec, self.max_pages, self._backend.allocate) for _ in range(NUM_SLOTS)
-        ]
+        self._slots = met.slots
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hikv-gather")
         self._batch = 0
         self._plan: GatherPlan | None = None
@@ -198,7 +157,15 @@ class ZeroSMGather:
             raise ArgumentError(
                 "layer", expected="begin() first", got=layer, remedy="begin a batch"
             )
-        for index in range(self.spec.num_layers) if layer is None else (layer,):
+        layers = range(self.spec.num_layers)
+        if layer is not None and layer not in layers:
+            raise ArgumentError(
+                "layer",
+                expected=f"None or a layer in 0..{self.spec.num_layers - 1}",
+                got=layer,
+                remedy="count from the pool's first layer",
+            )
+        for index in layers if layer is None else (layer,):
             self._backend.restored(index, after)
             self._board.restored[self._rank, index] = self._batch
 
@@ -297,6 +264,7 @@ class ZeroSMGather:
                 got=layer,
                 remedy="wait for every layer of a batch in order, then end it",
             )
+        self._board.raise_verdict()
 
     def _start(self, layer: int) -> None:
         self._pending[layer] = self._worker.submit(self._gather, layer, time.monotonic_ns())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hikv.buffer import KVBuffer
 from hikv.cp.backends import BACKENDS, Backend
 from hikv.cp.board import Board
+from hikv.cp.scratch import NUM_SLOTS, Slot, make_slot
 from hikv.cp.shard_map import ShardMap
 from hikv.cp.shared_memory import MemoryHandle
 from hikv.errors import ArgumentError, GatherError, HikvError
@@ -53,11 +54,12 @@ class TorchGroup:
 
 
 class Met(NamedTuple):
-    """What a successful meeting gives: ranks' pools in this process, and what all agreed on."""
+    """What a successful meeting gives: ranks' pools in this process, and scratch for all to fit."""
 
     backend: Backend
     board: Board
     pools: list[KVBuffer]
+    slots: list[Slot]
     max_pages: int
 
 
@@ -102,10 +104,12 @@ def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, back
 
     assert mover is not None
     assert facts[0].board is not None
-    board, pools, problem = None, [], None
+    max_pages = min(fact.max_pages for fact in facts)
+    board, pools, slots, problem = None, [], [], None
     try:
         board = Board(facts[0].board, group.rank, group.size, pool.spec.num_layers)
         pools = mover.connect([fact.export for fact in facts], group.rank)
+        slots = [make_slot(pool.spec, max_pages, mover.allocate) for _ in range(NUM_SLOTS)]
     except (HikvError, RuntimeError) as error:
         problem = str(error)
     try:
@@ -116,7 +120,7 @@ def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, back
         raise
     del keep  # every rank has the board's memory by now
     assert board is not None
-    return Met(mover, board, pools, min(fact.max_pages for fact in facts))
+    return Met(mover, board, pools, slots, max_pages)
 
 
 def _problem(mine: _Facts, mover: Backend | None, pool: KVBuffer, group: Group) -> str | None:
