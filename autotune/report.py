@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,20 @@ from hikv.tables import HARD, SOFT, Entry, Key, Table, differences, identity
 _SOFTWARE = ("schema", "source", "space", "triton")
 
 
+_FEW = 16  # entries that are told one by one
+
+
 def show(table: Table) -> str:
-    """The header, then per direction and access width a grid of choices: path × CTAs."""
-    lines = _header(table.header)
+    """The header, then per direction and access width a grid of choices: path × CTAs.
+
+    Of a few entries also the figures that each rests on, measured beside predicted.
+    """
+    lines = _header(table)
+    if len(table.entries) <= _FEW:
+        lines += [
+            f"{_named(key):<34}{_told(entry)} {_figures(entry.record)}"
+            for key, entry in sorted(table.entries.items())
+        ]
     for direction, vector in sorted({(k.direction, k.vector_bytes) for k in table.entries}):
         part = {
             (key.layout_run, key.num_runs): entry
@@ -25,12 +37,14 @@ def show(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _header(header: Any) -> list[str]:
+def _header(table: Table) -> list[str]:
+    header = table.header
     link = dict(header.get("link_gbps_and_latency") or {})
+    targets = sorted({str(entry.record.get("target")) for entry in table.entries.values()})
     lines = [
         f"{header.get('name')}, {header.get('num_sms')} SMs, {header.get('link')}",
-        f"{header.get('kind')}; {header.get('date')}; "
-        f"fewest CTAs for {header.get('target')} of the ceiling",
+        *textwrap.wrap(str(header.get("kind")), 100, break_on_hyphens=False),
+        f"{header.get('date')}; fewest CTAs for {' or '.join(targets)} of the ceiling",
     ]
     if link.keys() >= {"h2d", "d2h", "both", "latency"}:
         lines.append(
@@ -61,11 +75,24 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
+def _figures(record: Any) -> str:
+    rates, second = record.get("gbps", {}), record.get("runner_up") or {}
+    words = [f"(p20 {rates.get('p20')}, p80 {rates.get('p80')}), {record.get('required')} required"]
+    if record.get("predicted"):
+        words.append(f"{record['predicted']} predicted")
+    if second:
+        ctas = f"×{second['block_quota']}" if second["block_quota"] else ""
+        words.append(f"next {second['path']}{ctas} {second['gbps']}")
+    if record.get("gemm_slowdown"):
+        words.append(f"GEMM {record['gemm_slowdown']} × as long")
+    return ", ".join(words)
+
+
 def compare(first: Table, second: Table) -> str:
     """Where two tables choose differently, and the rates that each saw for its own choice."""
     lines = [
         f"{name}: {first.header.get(name)!r} → {second.header.get(name)!r}"
-        for name in (*HARD, *SOFT, "kind", "target")
+        for name in (*HARD, *SOFT, "kind")
         if first.header.get(name) != second.header.get(name)
     ]
     both = sorted(first.entries.keys() & second.entries.keys())

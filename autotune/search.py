@@ -65,7 +65,12 @@ def search(case: Case, bench: Bench, *, target: float, quick: bool, interference
             break
     required = target * min(ceiling, max(rates.values()))
     ranked = rank(rates, required)
-    return Found(_entry(case, bench, ranked, timings, required, interference), screening.wrong)
+    chosen = ranked[0]
+    slowdown = bench.slowdown(case, chosen) if interference else None
+    record = _record(ranked, timings, bench.predicted(case, chosen), slowdown)
+    record |= {"target": target, "required": _figure(required)}
+    entry = Entry(case.key, chosen.path, chosen.block_quota, dict(chosen.config), record)
+    return Found(entry, screening.wrong)
 
 
 class _Trials:
@@ -137,34 +142,30 @@ def _tile(point: Point) -> int:
     return config.get("num_warps", 1) * config.get("loads", 1) * config.get("buffers", 1)
 
 
-def _entry(
-    case: Case,
-    bench: Bench,
+def _record(
     ranked: Sequence[Point],
     timings: Mapping[Point, Timing],
-    required: float,
-    interference: bool,
-) -> Entry:
-    chosen = ranked[0]
-    predicted = bench.predicted(case, chosen)
-    slowdown = bench.slowdown(case, chosen) if interference else None
-    record: dict[str, Any] = {
-        "gbps": {f"p{p}": _figure(timings[chosen].gbps(p)) for p in (20, 50, 80)},
-        "rounds": len(timings[chosen].samples),
-        "required": _figure(required),
-        "predicted": predicted and _figure(predicted),
-        "gemm_slowdown": slowdown and round(slowdown, 3),
-        "runner_up": None,
-    }
+    predicted: float | None,
+    slowdown: float | None,
+) -> dict[str, Any]:
+    """What the choice, first of `ranked`, rests on."""
+    timing = timings[ranked[0]]
+    runner_up = None
     if len(ranked) > 1:
         second = ranked[1]
-        record["runner_up"] = {
+        runner_up = {
             "path": second.path,
             "block_quota": second.block_quota,
             "config": dict(second.config),
             "gbps": _figure(timings[second].gbps()),
         }
-    return Entry(case.key, chosen.path, chosen.block_quota, dict(chosen.config), record)
+    return {
+        "gbps": {f"p{p}": _figure(timing.gbps(p)) for p in (20, 50, 80)},
+        "rounds": len(timing.samples),
+        "predicted": predicted and _figure(predicted),
+        "gemm_slowdown": slowdown and round(slowdown, 3),
+        "runner_up": runner_up,
+    }
 
 
 def _figure(rate: float) -> float:

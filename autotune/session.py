@@ -17,7 +17,6 @@ from .cases import Case, full_cases, quick_cases
 from .search import search
 from .space import Point
 
-_GOALS = ("kind", "target")
 _SAVE_SECONDS = 5.0
 
 
@@ -92,12 +91,15 @@ def tune(
     header = {
         **identity(bench.info),
         "kind": bench.kind,
-        "target": options.target,
         "date": date,
         "link_gbps_and_latency": bench.link(),
     }
     partial = path.with_suffix(f".{'quick' if options.quick else 'full'}.partial")
-    entries = _earlier(partial, header)
+    entries = {
+        key: entry
+        for key, entry in _earlier(partial, header).items()
+        if entry.record.get("target") == options.target
+    }
     outcome = Outcome(Table(header, entries))
     written = started
     try:
@@ -137,12 +139,12 @@ def tune(
 
 
 def _earlier(path: Path, header: dict[str, Any]) -> dict[Key, Entry]:
-    """Entries of the table at `path`, if one is there that had the same machine and goal."""
+    """Entries of the table at `path`, if one is there that was made on this machine."""
     try:
         table = read_table(path)
     except ArgumentError:
         return {}  # none, or nothing to go on from: it is replaced
-    return {} if differences(table.header, header, (*HARD, *_GOALS)) else dict(table.entries)
+    return {} if differences(table.header, header, (*HARD, "kind")) else dict(table.entries)
 
 
 def _todo(options: Options, entries: dict[Key, Entry]) -> Iterator[tuple[Case, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -50,7 +51,8 @@ def test_a_search_writes_what_it_found_and_nothing_else(gpu, path):
     assert seen == [(done, 4, str(case)) for done, case in enumerate(CASES)]
     header = read_table(path).header
     assert header["name"] == "simulated H100 PCIe 5"
-    assert (header["target"], header["date"]) == (0.9, "2026-01-01")
+    assert header["date"] == "2026-01-01"
+    assert {entry.record["target"] for entry in read_table(path).entries.values()} == {0.9}
     assert header["kind"].startswith("simulated")
 
 
@@ -106,9 +108,10 @@ def test_an_interruption_keeps_what_was_found(gpu, path, monkeypatch):
 
 def test_single_cases_join_the_table_that_is_there(gpu, path):
     search(gpu, path, Options(cases=CASES[:3]))
-    outcome = search(gpu, path, Options(cases=CASES[2:]))
+    outcome = search(gpu, path, Options(0.5, cases=CASES[2:]))
     assert outcome.searched == 2
-    assert set(read_table(path).entries) == {case.key for case in CASES}
+    entries = read_table(path).entries
+    assert [entries[case.key].record["target"] for case in CASES] == [0.9, 0.9, 0.5, 0.5]
 
 
 def test_a_table_of_other_sources_or_a_broken_one_is_replaced(gpu, path):
@@ -167,6 +170,8 @@ def test_the_command_writes_shows_compares_and_checks(folder, capsys):
     assert "2 cases searched, 2 entries in" in out
     assert "simulated H100 PCIe 5, 132 SMs" in out
     assert "copy engine 55.6 GB/s h2d" in out
+    assert len(re.findall(r"GB/s \(p20 [\d.]+, p80 [\d.]+\), [\d.]+ required", out)) == 2
+    assert re.search(r"h2d 1 KiB × 4,096, 16-byte .* predicted, next .*GEMM 1\.\d+ × as long", out)
 
     assert command.main(["show", str(path)]) == 0
     assert "1 KiB" in capsys.readouterr().out
