@@ -174,15 +174,21 @@ def test_a_host_smaller_than_the_gpu_works() -> None:
 
 
 def test_copies_of_what_the_gpu_holds_give_way_first() -> None:
-    cache = small_cache(1, 8, 4)
+    """Host 4: [1, 2] is there alone, [3] and [4] are copies; [5] has to leave the GPU."""
+    cache = small_cache(1, 3, 4)
     on_host(cache, [1, 2])
+    for token in (3, 4, 5):
+        serve(cache, [token])
+        settle(cache)
+    assert [cache.tree.match(ANYONE, [t]).pages(HOST).size for t in (3, 4, 5)] == [1, 1, 0], (
+        "a copy made ahead of need takes free pages only"
+    )
     serve(cache, [3])
     serve(cache, [4])
-    settle(cache)
-    serve(cache, [5])
-    settle(cache)
+    cache.evict(1)
+    assert cache.match_prefix([5]).host_len == 1
     assert cache.match_prefix([1, 2]).host_len == 2, "the least recent, but the only one of it"
-    assert [cache.tree.match(ANYONE, [t]).pages(HOST).size for t in (3, 4, 5)] == [0, 1, 1]
+    assert [cache.tree.match(ANYONE, [t]).pages(HOST).size for t in (3, 4)] == [0, 1]
     cache.check()
 
 

@@ -6,9 +6,11 @@
 | `write_through_selective` | as soon as requests have used it often enough |
 | `write_back` | when it has to leave the GPU |
 
-Under every policy a victim that deserves a copy and has none (its copy gave way to others, or the
-host was full) gets one before it leaves; if the host has no room even then, it is dropped, and
-counted. Host copies of nodes that are still on the GPU give way first.
+A copy made ahead of need takes free host pages only. Into a full host it could only push what the
+GPU has lost, or another copy made ahead of need, which would have to be made again. So under every
+policy a victim that deserves a copy and has none gets one before it leaves the GPU; if the host has
+no room even then, it is dropped, and counted. What is needed now, a victim's copy or a prefetch,
+takes the room of host copies first whose nodes are still on the GPU.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Placement:
         """Start the copies that an eager policy wants on the path down to `node`, parents first."""
         path = list(takewhile(self._deserves, node.path())) if self._eager else []
         if path:
-            self._back_up(path, partial=True)
+            self._back_up(path, ahead=True)
 
     def start(
         self, tier: int, nodes: list[Node], pages: PageIds, rid: Hashable | None = None
@@ -137,10 +139,11 @@ class Placement:
         """Whether a copy of the victim `node` is on its way now; it is locked then."""
         if node.pages[HOST] is not None or not self._deserves(node):
             return False
-        return self._back_up(node.path(), partial=False)
+        return self._back_up(node.path(), ahead=False)
 
-    def _back_up(self, path: list[Node], partial: bool) -> bool:
-        """Copy what the host lacks of `path`, or with `partial` as much as there is room for."""
+    def _back_up(self, path: list[Node], ahead: bool) -> bool:
+        """Copy what the host lacks of `path`, evicting for it; or `ahead` of need as much of it as
+        the host has free pages for."""
         lacking = list(dropwhile(lambda node: node.occupies(HOST), path))
         if not lacking or any(node.occupies(HOST) for node in lacking):
             return False
@@ -152,9 +155,9 @@ class Placement:
         # The copy above is what this one hangs on: it must not make the room.
         guard = None if anchor.pages[HOST] is None else self.tree.lock(anchor, HOST)
         count = sum(node.num_pages for node in lacking)
-        if partial:
-            room = self.room(HOST, count, owner)
-            pages = self.pools[HOST].allocator.alloc(room, owner)
+        if ahead:
+            allocator = self.pools[HOST].allocator
+            pages = allocator.alloc(min(count, allocator.longest_chain(owner)), owner)
         else:
             found = self.alloc(HOST, count, owner)
             pages = NO_IDS if found is None else found
