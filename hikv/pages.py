@@ -44,18 +44,22 @@ def check_pages(
             got=int(ids[at]),
             remedy="pass page ids (slot // page_size) of this side's own pool",
         )
-    if unique and len(ids) > 1:
+    if unique and not _all_differ(ids):
         order = np.argsort(ids, kind="stable")
-        twice = np.flatnonzero(np.diff(ids[order]) == 0)
-        if len(twice):
-            at = int(order[twice[0] + 1])
-            raise ArgumentError(
-                f"{name}[{at}]",
-                expected="every destination page once",
-                got=f"page {int(ids[at])} again",
-                remedy="drop the duplicate: two writers of one page race",
-            )
+        at = int(order[np.flatnonzero(np.diff(ids[order]) == 0)[0] + 1])
+        raise ArgumentError(
+            f"{name}[{at}]",
+            expected="every destination page once",
+            got=f"page {int(ids[at])} again",
+            remedy="drop the duplicate: two writers of one page race",
+        )
     return ids
+
+
+def _all_differ(ids: np.ndarray) -> bool:
+    # Sorted by value, which is several times faster than by position.
+    ordered = np.sort(ids)
+    return not (ordered[1:] == ordered[:-1]).any()
 
 
 def pages_of_slots(

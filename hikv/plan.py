@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -153,7 +154,7 @@ class CopyPlan:
         """Widest access of the kernels; the least of all parts."""
         return min(part.vector_bytes for part in self.parts)
 
-    @property
+    @cached_property
     def num_descriptors(self) -> int:
         """Copies that the copy engine would be handed, runs of consecutive pages joined."""
         joined = len(page_runs(self.src_pages, self.dst_pages)[0])
