@@ -1,4 +1,4 @@
-"""The command line: `hikv doctor | tune | bench | compile`, the same as `python -m hikv …`."""
+"""The command line: `hikv COMMAND …`, the same as `python -m hikv COMMAND …`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ USAGE = """usage: hikv COMMAND …
   doctor [--json]   the GPU, its link and limits, and which paths can run here
   tune …            find how this GPU copies best, for transfer() to use; also show, compare, check
   bench …           benchmarks; `hikv bench --help` lists them
+  replay TRACE …    hits of the cache on a trace or a made workload, every reused byte verified
   compile …         what Triton makes of every kernel variant for a target, without a GPU
 """
 
@@ -67,6 +68,11 @@ def _bench(arguments: list[str]) -> int:
     return code
 
 
+def _replay(arguments: list[str]) -> int:
+    code: int = side("perf.__main__").main(["replay", *arguments], prog="hikv")
+    return code
+
+
 def _compile(arguments: list[str]) -> int:
     code: int = side("perf.__main__").main(["compile", *arguments], prog="hikv")
     return code
@@ -76,5 +82,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": _doctor,
     "tune": _tune,
     "bench": _bench,
+    "replay": _replay,
     "compile": _compile,
 }

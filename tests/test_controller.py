@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from cache_cases import (
     compute,
     fill,
@@ -21,7 +23,7 @@ from cache_cases import (
 
 from hikv.cache import lanes
 from hikv.cache.hiradix import ANYONE
-from hikv.cache.lanes import CopyFailed, CopyRequest, ThreadLane
+from hikv.cache.lanes import CopyFailed, CopyRequest, StreamLane, ThreadLane
 from hikv.cache.node import DEVICE, HOST
 from hikv.cache.pools import DevicePool, HostPool
 from hikv.errors import DriverError
@@ -184,6 +186,56 @@ def test_a_failure_reaches_those_who_wait_and_nobody_else(lane, pools, monkeypat
     assert (copy.arrived(), copy.done()) == (0, True)
     monkeypatch.undo()
     lane.submit(load(pools)).wait()
+
+
+class FakeEvent:
+    """What stands for an event of a stream; `passed` tells whether the stream got there."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+class FakeStream:
+    def __init__(self, device) -> None:
+        self.device = device
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
+
+
+def test_a_stream_that_refuses_the_second_buffer_is_done_when_the_first_has_passed(
+    pools, monkeypatch
+) -> None:
+    """The pages are not free before: the first buffer's copy still writes them."""
+    calls = []
+
+    def transfer(source, target, src, dst, **options):
+        calls.append(options)
+        if len(calls) == 2:
+            raise DriverError("memcpy", 700, "CUDA_ERROR", remedy="none")
+
+    monkeypatch.setattr(lanes, "transfer", transfer)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    lane = StreamLane(torch.device("cuda"), path="ce", block_quota=0)
+    fence = object()
+    request = load(pools, [fence])
+    copy = lane.submit(replace(request, buffers=[*request.buffers] * 3))
+    assert len(calls) == 2
+    assert calls[0]["after"] == [fence]
+    assert (calls[0]["path"], calls[0]["block_quota"], calls[0]["layerwise"]) == ("ce", 0, True)
+    assert not copy.done()
+    copy.withdraw()
+    assert not copy.done(), "a stream does not give back what is queued"
+    copy.synchronize()
+    assert (copy.done(), copy.arrived()) == (True, 0)
+    for wait in (copy.wait, lambda: copy.wait_layer(0)):
+        with pytest.raises(CopyFailed):
+            wait()
 
 
 def test_copies_are_acknowledged_in_the_order_they_began() -> None:

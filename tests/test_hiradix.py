@@ -392,6 +392,48 @@ def test_an_engines_own_tensors_are_the_pool() -> None:
     cache.close()
 
 
+def test_a_prompt_enters_chunk_by_chunk() -> None:
+    cache = small_cache(2, 8)
+    tokens = list(range(11))
+    request = cache.acquire("r", tokens)
+    for start, end in ((0, 4), (4, 9), (9, 11)):
+        cache.allocate("r", end)
+        compute(cache, request, tokens[:end], start // 2)
+        assert cache.insert("r", tokens[:end]).inserted_len == end // 2 * 2
+        assert cache.match_prefix(tokens).device_len == end // 2 * 2
+        cache.check()
+    assert wrong_pages(cache.device, request.pages[:5], ANYONE, tokens) == []
+    cache.release("r")
+    settle(cache)
+    cache.check()
+    assert cache.stats()["device_free"] == 3
+
+
+def test_other_tokens_than_those_acquired_do_not_enter() -> None:
+    cache = small_cache(1)
+    serve(cache, [1, 2])
+    cache.acquire("r", [1, 2, 3])
+    cache.allocate("r", 3)
+    with pytest.raises(ArgumentError, match="the prompt that was acquired"):
+        cache.insert("r", [1, 9, 3])
+    cache.check()
+
+
+def test_a_pin_ends_by_itself() -> None:
+    now = [0.0]
+    cache = small_cache(1, clock=lambda: now[0])
+    serve(cache, [1, 2])
+    settle(cache)
+    assert cache.pin([1, 2, 3], seconds=5) == 2
+    cache.check()
+    assert (cache.evict(8), cache.evict(8, "host")) == (0, 0)
+    now[0] = 5.0
+    cache.poll()
+    assert (cache.evict(8), cache.evict(8, "host")) == (2, 2)
+    assert cache.pin([1, 2], seconds=5) == 0
+    cache.check()
+
+
 def test_the_engine_loop_in_the_docs_runs_as_it_stands(capsys) -> None:
     import hikv.cache
 

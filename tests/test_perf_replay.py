@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hikv.cli import main as hikv
 from hikv.errors import ArgumentError, CapacityError, HikvError
 from perf.__main__ import main
 from perf.replay import Player, replay
@@ -39,9 +40,16 @@ def workload(*prompts: list[int], block_tokens: int = 64) -> Workload:
     return Workload("made", block_tokens, [Arrival(prompt) for prompt in prompts])
 
 
+QUICK = {("conversation_trace", 0), ("conversation_trace", 1_000), ("agentic_coding_trace", 10_000)}
+
+
 @pytest.mark.parametrize(
     ("name", "capacity", "granularity", "hits"),
-    [(name, *row) for name, rows in PUBLISHED.items() for row in rows],
+    [
+        pytest.param(name, *row, marks=[] if (name, row[0]) in QUICK else pytest.mark.full)
+        for name, rows in PUBLISHED.items()
+        for row in rows
+    ],
 )
 def test_the_hits_of_public_traces(name: str, capacity: int, granularity: str, hits: int) -> None:
     path = DATA / f"{name}.jsonl"
@@ -149,6 +157,11 @@ def test_json_is_one_object_a_capacity(capsys) -> None:
     assert {row["touches"] for row in rows} == {400 * 36}
     # 4 blocks of 64 tokens to compute, and once the 32 shared ones, at 20,000 tokens a second.
     assert rows[1]["estimated_ttft_ms"] == pytest.approx(1e3 * (400 * 4 + 32) * 64 / 2e4 / 400)
+
+
+def test_the_console_script_replays(capsys) -> None:
+    assert hikv(["replay", "C", "--capacity", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dropped"] == 0
 
 
 def test_the_table_says_that_times_are_estimates(capsys) -> None:

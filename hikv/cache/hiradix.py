@@ -258,6 +258,14 @@ class HiRadixCache:
                 got=f"{prompt.size} tokens, {count} pages",
                 remedy="allocate() what is computed, and leave the last sampled token out",
             )
+        known = min(prompt.size, request.tokens.size)
+        if not np.array_equal(prompt[:known], request.tokens[:known]):
+            raise ArgumentError(
+                "tokens",
+                expected="the prompt that was acquired, and what follows it",
+                got="other tokens",
+                remedy="acquire a request for each prompt",
+            )
         if reason := self.ledger.misfit(request, prompt):
             return InsertResult(request.pages, 0, 0, reason)
         table = request.pages[:count]
@@ -269,6 +277,17 @@ class HiRadixCache:
         self.counts["duplicate_pages"] += done.duplicates.size
         length = count * self.page_size
         return InsertResult(request.pages, length, int(done.duplicates.size), None)
+
+    def pin(self, tokens: npt.ArrayLike, seconds: float, namespace: Namespace = ANYONE) -> int:
+        """Keep what each tier holds of `tokens` from eviction, for so long; how many tokens that
+        is. For a system prompt that will surely come back."""
+        prompt = as_ids("tokens", tokens, self.tree.token_dtype)
+        match, *locks = self.tree.acquire(namespace, prompt)
+        for lock in locks:
+            if lock.node.parent is not None:
+                self.tree.pin(lock.node, lock.tier, seconds)
+            self.tree.release(lock)
+        return match.matched_len
 
     def evict(self, num_pages: int, tier: str = "device") -> int:
         """Free about `num_pages` pages of `"device"` or `"host"`; returns how many it freed.
