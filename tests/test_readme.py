@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hikv.layout import get_layout, list_layouts
 from hikv.transfers import PATHS
 
@@ -21,11 +23,13 @@ def rows(first_title: str) -> list[list[str]]:
     return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in table[1].splitlines()]
 
 
-def test_the_first_example_runs_as_it_stands(tmp_path):
-    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert example is not None
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(("example", "output"), zip(EXAMPLES, ["Transfer(path=", "["], strict=True))
+def test_an_example_runs_as_it_stands(example, output, tmp_path):
     script = tmp_path / "example.py"
-    script.write_text(example[1])
+    script.write_text(example)
     ran = subprocess.run(
         [sys.executable, str(script)],
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
@@ -33,7 +37,7 @@ def test_the_first_example_runs_as_it_stands(tmp_path):
         text=True,
         check=True,
     )
-    assert ran.stdout.startswith("Transfer(path=")
+    assert ran.stdout.startswith(output)
 
 
 def test_the_table_of_layouts_is_that_of_the_code():
