@@ -32,7 +32,8 @@ from hikv.errors import GatherError
 from hikv.spec import KVSpec
 
 from .case import DTYPES, positive
-from .output import Column, Report, Table, add_output_options, check_output_options, write_outputs
+from .output import Column, Report, Table, add_output_options, check_output_options
+from .plot import Series, present
 
 TIMEOUT_S = 120
 
@@ -69,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
         spec = KVSpec(args.layers, 1, args.mla, args.page, torch.uint8, latent=True)
     work = Workload(spec, args.tokens, args.rounds)
     rows = [measure_ranks(work, num_ranks) for num_ranks in args.ranks]
-    report = _report(work, rows)
-    print(report.terminal())
-    write_outputs(report, args)
+    present(_report(work, rows), args, lambda: {"": _series(rows)}, x="ranks")
     return int(any(row["wrong bytes"] for row in rows))
 
 
@@ -230,6 +229,19 @@ def _report(work: Workload, rows: list[dict[str, Any]]) -> Report:
         device_info(),
         [table],
     )
+
+
+def _series(rows: list[dict[str, Any]]) -> list[Series]:
+    ranks = [row["ranks"] for row in rows]
+    return [
+        Series(
+            f"{way}, GB/s a rank",
+            ranks,
+            [row[way] for row in rows],
+            spread=[(row[f"{way} p10"], row[f"{way} p90"]) for row in rows],
+        )
+        for way in ("hikv", "gloo")
+    ]
 
 
 def _ranks(text: str) -> tuple[int, ...]:

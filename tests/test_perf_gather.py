@@ -37,6 +37,16 @@ def test_a_wrong_byte_is_counted_and_fails_the_run(capsys, monkeypatch):
     assert "wrong bytes" in capsys.readouterr().out
 
 
+def test_a_picture_can_be_drawn(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    row = {"ranks": 2, "layer MiB": 1.0, "copies": 1, "engine": "CPU threads", "wrong bytes": 0}
+    row |= {f"{way}{part}": 1.0 for way in ("hikv", "gloo") for part in (" p10", "", " p90")}
+    monkeypatch.setattr(gather, "measure_ranks", lambda work, n: row | {"ratio": 1.0, "ranks": n})
+    file = tmp_path / "gather.svg"
+    assert gather.run(parsed("--plot", str(file))) == 0
+    assert "gloo, GB/s a rank" in file.read_text()
+
+
 def test_ranks_are_whole_numbers():
     with pytest.raises(SystemExit):
         parsed("--ranks", "2,x")
