@@ -26,7 +26,9 @@ def rows(first_title: str) -> list[list[str]]:
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize(("example", "output"), zip(EXAMPLES, ["Transfer(path=", "["], strict=True))
+@pytest.mark.parametrize(
+    ("example", "output"), list(zip(EXAMPLES, ["Transfer(path=", "["], strict=True))
+)
 def test_an_example_runs_as_it_stands(example, output, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(example)
