@@ -23,6 +23,19 @@ def test_an_eviction_waits_for_backups_that_hold_all_there_is() -> None:
     cache.check()
 
 
+def test_an_eviction_waits_for_nobody_when_others_can_leave() -> None:
+    lanes = manual_lanes()
+    cache = small_cache(1, 4, lanes=lanes)
+    serve(cache, [1, 2])
+    settle(cache)
+    serve(cache, [3, 4])
+    pending = lanes[HOST].copies[-1]
+    assert cache.evict(2) == 2
+    assert not pending.done()
+    assert cache.match_prefix([3, 4]).device_len == 2
+    cache.check()
+
+
 def test_an_insert_that_splits_a_pending_backup_leaves_both_halves_restorable() -> None:
     """Page 1, 375 tokens pending; splits at 374 and 100; then the acknowledgement."""
     lanes = manual_lanes()

@@ -87,7 +87,7 @@ class Placement:
                     pending += node.num_pages
                 else:
                     freed += self._drop(node, tier)
-            if tier == HOST or not self.controller.queues[HOST]:
+            if freed >= num_pages or tier == HOST or not self.controller.queues[HOST]:
                 break
             self.acknowledge_backups(len(self.controller.queues[HOST]))
             freed += sum(self._drop(node, DEVICE) for node in leaving)
