@@ -135,7 +135,8 @@ class PeerBackend:
     """GPUs of one host that reach each other's memory: the batched copy engine, and no SM.
 
     Pools come from torch's allocator and are opened by CUDA IPC. All ranks see the GPUs under the
-    same numbers. The local shard goes by the copy engine too.
+    same numbers. The local shard is in the batch too; what carries out a copy within one GPU is up
+    to the driver.
     """
 
     name, engine = "p2p", "copy engine"
