@@ -392,6 +392,22 @@ def test_an_engines_own_tensors_are_the_pool() -> None:
     cache.close()
 
 
+def test_the_metrics_count_what_happened() -> None:
+    cache = small_cache(1, 8, 16)
+    on_host(cache, [1, 2, 3])
+    serve(cache, [1, 2, 3, 4])
+    settle(cache)
+    metrics = cache.metrics
+    assert (metrics.requests.value, metrics.prompt_tokens.value) == (2, 7)
+    assert (metrics.matched_tokens["device"].value, metrics.matched_tokens["host"].value) == (0, 3)
+    assert (metrics.loaded_tokens.value, metrics.extend_tokens.value) == (3, 4)
+    assert metrics.copied_bytes["load_back"].value == 3 * cache.device.bytes_per_page
+    assert metrics.evicted_pages["device"].value == 3
+    assert 'hikv_used_pages{tier="device"} 4' in metrics.render()
+    assert 'hikv_total_pages{tier="host"} 16' in metrics.render()
+    assert 'hikv_copies_in_flight{hop="backup"} 0' in metrics.render()
+
+
 def test_a_prompt_enters_chunk_by_chunk() -> None:
     cache = small_cache(2, 8)
     tokens = list(range(11))

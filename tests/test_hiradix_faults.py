@@ -214,3 +214,16 @@ def test_a_leak_is_reported_by_name() -> None:
     del cache.ledger.requests["r"]
     with pytest.raises(HikvError, match=r"locks: .*held by nobody"):
         cache.check()
+
+
+def test_a_copy_without_its_books_is_reported_by_name() -> None:
+    cache = small_cache(1, lanes=manual_lanes())
+    serve(cache, [1])
+    serve(cache, [2])
+    queue = cache.controller.queues[HOST]
+    queue.rotate()
+    with pytest.raises(HikvError, match="tickets: the host queue is out of order"):
+        cache.check()
+    queue.pop()
+    with pytest.raises(HikvError, match=r"tickets: .*disagree"):
+        cache.check()

@@ -121,6 +121,7 @@ class HiRadixCache:
         backed_up = self.placement.acknowledge_backups(backups)
         loaded, failed = self._acknowledge_loads(loads)
         self.tree.expire_pins()
+        self._set_gauges()
         self.events.deliver()
         return Progress(backed_up, loaded, failed)
 
@@ -381,6 +382,15 @@ class HiRadixCache:
     def close(self) -> None:
         """Finish the copies in flight and give the lanes back."""
         self.controller.close()
+
+    def _set_gauges(self) -> None:
+        hops = ("load_back", "backup")
+        for name, hop, pool, queue in zip(
+            TIERS, hops, self.placement.pools, self.controller.queues, strict=True
+        ):
+            self.metrics.used_pages[name].set(pool.num_pages - pool.allocator.num_free)
+            self.metrics.total_pages[name].set(pool.num_pages)
+            self.metrics.copies_in_flight[hop].set(len(queue))
 
     def _load_back(self, request: Request, quota: int | None) -> LoadBack:
         waiting = self.ledger.catch_up(request)
