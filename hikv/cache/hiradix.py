@@ -246,8 +246,9 @@ class HiRadixCache:
         them stay private: the result says so. Raises `CopyFailed` if the load-back failed.
         """
         request = self.ledger[rid]
-        given = request.tokens if tokens is None else tokens
-        prompt = as_ids("tokens", given, self.tree.token_dtype)
+        prompt = request.tokens
+        if tokens is not None:
+            prompt = as_ids("tokens", tokens, self.tree.token_dtype)
         if request.ticket is not None:
             self._acknowledge_loads(self.controller.place(request.ticket))
         request.refuse_failed()
@@ -260,7 +261,7 @@ class HiRadixCache:
                 remedy="allocate() what is computed, and leave the last sampled token out",
             )
         known = min(prompt.size, request.tokens.size)
-        if not np.array_equal(prompt[:known], request.tokens[:known]):
+        if tokens is not None and not np.array_equal(prompt[:known], request.tokens[:known]):
             raise ArgumentError(
                 "tokens",
                 expected="the prompt that was acquired, and what follows it",

@@ -143,7 +143,8 @@ class Ledger:
             self.tree.release(request.host_lock)
             request.host_lock = None
         request.pages = join([done.pages, request.pages[count:]])
-        request.own = np.setdiff1d(request.own, before)
+        if request.own.size:
+            request.own = request.own[~np.isin(request.own, before)]
         self.placement.free(DEVICE, done.duplicates)
 
     def check(self) -> None:
