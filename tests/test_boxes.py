@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 
 from hikv.boxes import STAGE_BYTES, WORD_BYTES, obstacle, plan_boxes
 from hikv.buffer import KVBuffer
+from hikv.device import DeviceInfo
 from hikv.errors import PathUnavailable
+from hikv.kernels.relayout_tma import _clipping_obstacle
 from hikv.kernels.relayout_tma import obstacle as kernel_obstacle
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.spec import KVSpec
@@ -268,3 +270,27 @@ def test_a_gpu_without_tensor_copies_is_refused(capability, hip, reason, monkeyp
     monkeypatch.setattr(torch.version, "hip", hip)
     buffers = [KVBuffer.empty(latent(64, 4), "page_first", 2, device="cpu") for _ in range(2)]
     assert kernel_obstacle(plan_transfer(*buffers, [0], [1])) == reason
+
+
+def cuda_driver(version: int) -> DeviceInfo:
+    return DeviceInfo(0, "a GPU", "", "nvidia", (10, 0), 148, 0, cuda_driver_version=version)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "capability", "driver", "refused"),
+    [
+        (576, 100, 13010, True),
+        (576, 120, 12080, True),
+        (576, 100, None, True),
+        (576, 100, 13020, False),
+        (576, 90, 12080, False),
+        (1024, 100, 13010, False),  # full boxes: nothing to clip
+    ],
+)
+def test_overhanging_boxes_need_a_driver_that_clips_them(row_bytes, capability, driver, refused):
+    spec = KVSpec(3, 1, row_bytes, 64, torch.uint8, latent=True)
+    src, dst = KVBuffer.empty(spec, "page_first", 2), KVBuffer.empty(spec, "layer_first", 2)
+    plan = plan_transfer(src, dst, [0], [1])
+    info = None if driver is None else cuda_driver(driver)
+    reason = _clipping_obstacle(plan, capability, info)
+    assert ("clip" in reason) if refused else reason is None

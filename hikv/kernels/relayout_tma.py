@@ -24,11 +24,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import hikv.boxes
 from hikv.boxes import STAGE_BYTES, WORD_BYTES, Boxes, BoxSide, plan_boxes
 from hikv.buffer import KVBuffer
+from hikv.device import DeviceInfo, device_info
 from hikv.kernels.submit import Path, check_quota, kernel_obstacle, on_stream, require, upload_pages
 from hikv.plan import CopyPlan, PartPlan, plan_transfer
 from hikv.tuning import DEFAULT_BLOCK_QUOTA
 
 MIN_CAPABILITY = 90
+_BLACKWELL = 100
+_LAST_MISTAKEN_DRIVER = 13010
 
 
 @triton.jit
@@ -200,7 +203,24 @@ def obstacle(plan: CopyPlan) -> str | None:
     reasons = [kernel_obstacle(plan, relayout_tma_kernel), *map(hikv.boxes.obstacle, plan.parts)]
     if plan.gpu is not None:
         reasons.append(_device_obstacle(plan.gpu))
-    return next(filter(None, reasons), None)
+    reason = next(filter(None, reasons), None)
+    if reason is None and plan.gpu is not None and plan.gpu.type == "cuda":
+        reason = _clipping_obstacle(plan, _capability(plan.gpu), device_info(plan.gpu.index))
+    return reason
+
+
+def _clipping_obstacle(plan: CopyPlan, capability: int, info: DeviceInfo | None) -> str | None:
+    """Boxes that overhang need their stores clipped.
+
+    On Blackwell, drivers up to CUDA 13.1 encode that wrongly for small pools, and Triton's remedy
+    takes some large pools for small ones (triton-lang/triton#9235, #10442).
+    """
+    driver = info.cuda_driver_version if info is not None else None
+    if capability < _BLACKWELL or (driver is not None and driver > _LAST_MISTAKEN_DRIVER):
+        return None
+    if all(plan_boxes(part).payload_share == 1 for part in plan.parts):
+        return None
+    return "boxes would overhang, which this GPU's driver may not clip; CUDA 13.2's does"
 
 
 def _device_obstacle(device: torch.device) -> str | None:

@@ -6,6 +6,8 @@ logical, its pool is not, and the mapping is on the GPU already.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -71,14 +73,16 @@ def own_rows(shards: ShardMap, slots: torch.Tensor, rank: int) -> torch.Tensor:
     rows = torch.empty_like(slots)
     if slots.numel():
         grid = (triton.cdiv(slots.numel(), BLOCK),)
-        own_rows_kernel[grid](
-            slots,
-            rows,
-            slots.numel(),
-            rank,
-            NUM_RANKS=shards.num_ranks,
-            PAGE_SIZE=shards.page_size,
-            BLOCK=BLOCK,
-            NOT_HERE=NOT_HERE,
-        )
+        # Triton launches on the current device, which need not be the slots' own.
+        with torch.cuda.device_of(slots) if slots.is_cuda else nullcontext():
+            own_rows_kernel[grid](
+                slots,
+                rows,
+                slots.numel(),
+                rank,
+                NUM_RANKS=shards.num_ranks,
+                PAGE_SIZE=shards.page_size,
+                BLOCK=BLOCK,
+                NOT_HERE=NOT_HERE,
+            )
     return rows
