@@ -223,7 +223,7 @@ class RadixTree(TieredNodes):
             if priority is not None:
                 node.priority = max(node.priority, priority)
             for tier in (DEVICE, HOST):
-                if not (node.lock[tier] or node.below[tier]):
+                if node.pages[tier] is not None and not (node.lock[tier] or node.below[tier]):
                     self._refresh(node, tier)
 
     def _grow(
