@@ -137,8 +137,8 @@ _MADE: dict[str, Callable[[], Iterator[Arrival]]] = {
 WORKLOADS = tuple(_MADE)
 """`shared-prefix`: 4 groups × 8 conversations, 32K tokens shared in a group, 86 rounds of 1K in and
 512 out. `A`: one system prompt, 400 questions. `B`: long documents, 12 rounds of questions.
-`C`: two groups of long documents in turn. `E`: prompts that share nothing. (`D` of the same list is
-several instances over one storage.)"""
+`C`: two groups of long documents in turn. `E`: prompts that share nothing. (`D` would be several
+instances over one storage.)"""
 
 
 def make_workload(name: str) -> Workload:
