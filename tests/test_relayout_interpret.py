@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from cases import (
 from oracle import LATENT_ORDERS, ORDERS
 
 from hikv.buffer import KVBuffer
+from hikv.compiled import ast_source
 from hikv.errors import ArgumentError
 from hikv.kernels.relayout import Config, _place, relayout, relayout_kernel
 from hikv.kernels.submit import interpreted
@@ -219,6 +221,15 @@ def test_a_quota_that_is_no_number_of_ctas(block_quota):
     assert_bytes(raw(dst.logical([0, 1, 2])), raw(before), "destination")
 
 
+@pytest.mark.parametrize("field", ["num_warps", "loads", "warp_size"])
+@pytest.mark.parametrize("value", [0, -4, 6, 4.0, None])
+def test_a_config_of_other_than_powers_of_two(field, value):
+    fields: dict[str, Any] = {"num_warps": 4, "loads": 8, "warp_size": 32, field: value}
+    with pytest.raises(ArgumentError, match=f"{field}: expected a power of two") as caught:
+        Config(**fields)
+    assert caught.value.got == repr(value)
+
+
 def sparse(nbytes: int) -> torch.Tensor:
     """Zeros of any size, with no memory behind them until they are written."""
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -294,3 +305,8 @@ def test_a_tile_whose_number_times_its_size_is_above_32_bits(tile):
     chunks = (tile * slices + 3) * rows + np.arange(rows)
     np.testing.assert_array_equal(pairs.numpy(), chunks // per_page)
     np.testing.assert_array_equal(vectors.numpy(), chunks % per_page * depth * lanes)
+
+
+def test_kernels_of_an_interpreting_process_do_not_compile():
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        ast_source(relayout_kernel, {}, {})

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from hikv.buffer import KVBuffer
+from hikv.errors import ArgumentError
 from hikv.kernels.submit import (
     Path,
     check_quota,
@@ -181,11 +182,24 @@ def relayout_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    """How a CTA holds its tile: `num_warps` warps of `warp_size` threads, `loads` vectors each."""
+    """How a CTA holds its tile: `num_warps` warps of `warp_size` threads, `loads` vectors each.
+
+    Raises `ArgumentError` unless all three are powers of two.
+    """
 
     num_warps: int
     loads: int
     warp_size: int = 32
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or value < 1 or value & (value - 1):
+                raise ArgumentError(
+                    name,
+                    expected="a power of two, as the sizes of Triton's tiles are",
+                    got=repr(value),
+                    remedy="correct the config, or the tuned table that it comes from",
+                )
 
     @property
     def tile(self) -> int:
