@@ -81,6 +81,8 @@ SASS = {
     "LDG.E.64 R28, desc[UR6][R28.64]": Access("load", 8),
     "LDG.E.U8 R1, desc[UR6][R28.64]": Access("load", 1),
     "@!P1 STG.E.U16 desc[UR6][R28.64], R1": Access("store", 2),
+    "LD.E.128 R4, desc[UR6][R2.64]": LOAD,
+    "ST.E.64 desc[UR6][R2.64], R4": Access("store", 8),
     "LDL.128 R8, [R1+0x10]": None,
     "STL [R1+0x10], R8": None,
     "LDGSTS.E.128 [R5], desc[UR6][R2.64]": None,
@@ -115,7 +117,7 @@ def test_narrow_loads_may_come_late():
     assert order(NARROW, L, S, NARROW, S, "EXIT")
 
 
-# The loop of every case begins at 0x20.
+# The first instruction is at 0x10, a loop begins at 0x20.
 LOOPS = {
     "do while": (True, [WORK, L, L, S, S, "@!P0 BRA 0x20", "EXIT"]),
     "exit in front": (True, [WORK, "@P0 EXIT", L, S, "BRA 0x20"]),
@@ -125,6 +127,8 @@ LOOPS = {
     "early store in a loop": (False, [WORK, L, S, L, "@!P0 BRA 0x20", "EXIT"]),
     "early store by a jump": (False, [WORK, "BRA 0x50", L, "BRA 0x60", S, "@P0 BRA 0x30", "EXIT"]),
     "load behind a loop": (False, [WORK, L, S, "@!P0 BRA 0x20", L, S, "EXIT"]),
+    "load behind a branch": (False, [L, S, "BRA.U !UP0, 0x50  ?trans5", L, "EXIT"]),
+    "load behind a call": (False, [L, S, "CALL.REL.NOINC 0x50", L, "EXIT"]),
     "loop in front": (True, [WORK, L, "@!P0 BRA 0x20", L, S, "EXIT"]),
 }
 
@@ -215,6 +219,16 @@ def test_amd_store_ahead_of_a_load():
     assert not loads_first(amd_steps(early.format(after_the_loads=".LBB0_2")))
 
 
+def test_amd_code_behind_a_branch_that_is_always_taken_does_not_count():
+    store, load = (
+        "\tglobal_store_dwordx4 v[0:1], v[4:7], off\n",
+        "\tglobal_load_dwordx4 v[0:3], v4\n",
+    )
+    after = f"{load}.LBB0_1:\n\ts_endpgm\n"
+    assert loads_first(amd_steps(f"{store}\ts_branch .LBB0_1\n{after}"))
+    assert not loads_first(amd_steps(f"{store}\ts_cbranch_scc0 .LBB0_1\n{after}"))
+
+
 LOG = """\
 {0} info    : 0 bytes gmem
 {0} info    : Compiling entry function 'relayout_kernel' for 'sm_90a'
@@ -251,7 +265,7 @@ METADATA = """
 
 def test_registers_and_scratch_of_amd():
     assert amd_resources(METADATA.format(0, 45, 0)) == (45, 0)
-    assert amd_resources(METADATA.format(96, 128, 24)) == (128, 96)
+    assert amd_resources(METADATA.format(200, 128, 24)) == (128, 200)
     # Spilled to accumulation registers: no scratch, but no free ride either.
     assert amd_resources(METADATA.format(0, 128, 3)) == (128, 12)
 
