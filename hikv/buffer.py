@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -66,15 +67,20 @@ class KVBuffer:
         With `pinned`, host memory that is page-locked, near the GPU and freed with the buffer.
 
         Raises:
-            ArgumentError: unknown layout, `num_pages` below 1, or `pinned` on a device.
+            ArgumentError: unknown layout, `num_pages` not whole or below 1, `pinned` on a device.
             CapacityError: pinned memory beyond the budget; both numbers are in the message.
         """
         layout_row = get_layout(layout)
         layout_row.order(spec)
-        if num_pages < 1:
+        whole = isinstance(num_pages, int | np.integer) and not isinstance(num_pages, bool)
+        if not whole or num_pages < 1:
             raise ArgumentError(
-                "num_pages", expected="at least 1", got=num_pages, remedy="ask for a page or more"
+                "num_pages",
+                expected="a whole number, at least 1",
+                got=repr(num_pages),
+                remedy="ask for a page or more",
             )
+        num_pages = int(num_pages)  # numpy's would end among the strides
         device = torch.device(device)
         nbytes = num_pages * spec.bytes_per_page
         if not pinned:
@@ -143,7 +149,7 @@ class KVBuffer:
             axes: order of the dimensions; default `"page token head dim"` (latent: `"page token
                 dim"`). A pool with heads before tokens says `"page head token dim"`. `page` and
                 `token` may be one dimension of slots where they are neighbours.
-            pinned: whether kernels may reach it; `None` asks torch.
+            pinned: whether kernels may reach all of it; `None` asks torch.
 
         Raises `ArgumentError` on a wrong count, dtype, device, shape, row width or axis, and on
         memory that two rows would share.
@@ -166,7 +172,8 @@ class KVBuffer:
                 for component, tensors, own in zip(spec.components, lists, read, strict=True)
             ]
         first, num_pages = lists[0][0], read[0][0]["page"]
-        pinned = _is_pinned(first) if pinned is None else pinned
+        if pinned is None:
+            pinned = all(_is_pinned(tensor) for tensors in lists for tensor in tensors)
         return cls(spec, num_pages, "layers", first.device, pinned, tuple(regions))
 
     @classmethod
@@ -217,6 +224,15 @@ class KVBuffer:
                 out[:, layers, kvs] = rows.reshape(*rows.shape[:4], spec.num_kv_heads, width)
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy's addresses would still name the memory that this one sees.
+        raise ArgumentError(
+            "buffer",
+            expected="to stay with the memory that it sees",
+            got="a copy or a pickle of it",
+            remedy="build one over the other memory, with from_tensor or from_layers",
+        )
 
     def __repr__(self) -> str:
         kind = "pinned" if self.pinned else str(self.device)

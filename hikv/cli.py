@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -21,19 +23,32 @@ USAGE = """usage: hikv COMMAND …
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 1 for a failed check, 2 for a refusal."""
+    """Run one command; returns its exit code: 0, 1 for a failed check, 2 for a refusal.
+
+    Where the output's reader has gone, 141, as of a program that SIGPIPE ended.
+    """
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = _run(command, rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has seen enough. Python flushes once more at exit, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except HikvError as error:
+        print(f"hikv {command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(command: str, arguments: list[str]) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
     if command not in _COMMANDS:
         print(f"hikv: no command {command!r}\n{USAGE}", end="", file=sys.stderr)
         return 2
-    try:
-        return _COMMANDS[command](rest)
-    except HikvError as error:
-        print(f"hikv {command}: {error}", file=sys.stderr)
-        return 2
+    return _COMMANDS[command](arguments)
 
 
 def side(name: str) -> ModuleType:

@@ -38,12 +38,23 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
             raise ArgumentError(
                 name, expected=f"one of {', '.join(KNOWN)}", got=name, remedy="unset or rename it"
             )
-    default_dir = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hikv" / "tuned"
-    tuned_dir = environ.get("HIKV_TUNED_DIR")
     return Env(
-        tuned_dir=Path(tuned_dir).expanduser() if tuned_dir else default_dir,
+        tuned_dir=_tuned_dir(environ),
         pinned_budget=_positive(environ, "HIKV_PINNED_BUDGET"),
     )
+
+
+def _tuned_dir(environ: Mapping[str, str]) -> Path:
+    cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "hikv", "tuned")
+    try:
+        return Path(environ.get("HIKV_TUNED_DIR") or cache).expanduser()
+    except RuntimeError as error:
+        raise ArgumentError(
+            "HIKV_TUNED_DIR",
+            expected="an absolute path, since nobody knows this home",
+            got=repr(environ.get("HIKV_TUNED_DIR")),
+            remedy="set it, or set HOME",
+        ) from error
 
 
 def _positive(environ: Mapping[str, str], name: str) -> int | None:

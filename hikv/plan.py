@@ -397,11 +397,12 @@ def _check_layers(layers: tuple[int, int] | range | None, num_layers: int) -> tu
         ends: tuple[int, ...] = (layers.start, layers.stop) if layers.step == 1 else ()
     else:
         ends = tuple(layers) if isinstance(layers, Sequence) else ()
-    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= num_layers:
+    whole = all(isinstance(end, int | np.integer) and not isinstance(end, bool) for end in ends)
+    if len(ends) != 2 or not whole or not 0 <= ends[0] < ends[1] <= num_layers:
         raise ArgumentError(
             "layers",
             expected=f"(start, stop) or range within 0..{num_layers}, not empty, step 1",
             got=layers,
             remedy="count layers from the buffer's first layer",
         )
-    return ends[0], ends[1]
+    return int(ends[0]), int(ends[1])  # numpy's would end among the kernels' constants

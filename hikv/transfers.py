@@ -19,7 +19,7 @@ from hikv.kernels.reference import PATH as CPU
 from hikv.kernels.relayout import PATH as REGISTERS
 from hikv.kernels.relayout_tma import PATH as TMA
 from hikv.kernels.staged import PATH as STAGED
-from hikv.kernels.submit import Path, on_stream, upload_pages
+from hikv.kernels.submit import Path, check_stream, on_stream, upload_pages
 from hikv.plan import PATH_OBSTACLES, CopyPlan, plan_transfer
 from hikv.tuning import Choice, choose, tuned
 
@@ -83,12 +83,19 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether every byte has arrived; never waits."""
+        passed = self._passed()
+        if passed:
+            _let_go()
+        return passed
+
+    def _passed(self) -> bool:
         return self._finished is None or self._finished.query()
 
     def synchronize(self) -> None:
         """Block the calling thread until every byte has arrived."""
         if self._finished is not None:
             self._finished.synchronize()
+            _let_go()
 
 
 def transfer(
@@ -120,18 +127,21 @@ def transfer(
         path: `None` chooses; or a name of `PATHS`: `"sm"` (registers), `"tma"` (tensor
             descriptors), `"staged"` (relayout on the GPU, then whole pages by the copy engine),
             `"ce"` (copy engine), `"cpu"` (torch, between host buffers).
-        stream: where to queue; `None` is torch's current stream on the GPU.
+        stream: where to queue, on the buffers' GPU; `None` is torch's current stream there.
         layerwise: queue layer by layer, so that `wait_layer` returns as soon as that layer is in.
 
     Returns:
-        A handle. GPU paths are asynchronous, ordered on `stream`; the CPU path is done on return.
-        The buffers are kept alive until the copy has passed.
+        A handle. GPU paths are asynchronous, ordered on `stream`; the CPU path waits for
+        `after` in the calling thread, and is done on return.
+        The buffers are kept alive until the copy has passed: at least until a handle is asked, by
+        `done()` or `synchronize()`, or another copy is queued.
 
     Raises:
         ArgumentError: anything `plan_transfer` refuses, a fence that is neither stream nor event,
-            an unknown path, or a quota that contradicts the path. Nothing has moved.
-        PathUnavailable: the named path cannot serve this copy here; the reason is in the message.
-            Nothing has moved.
+            an unknown path, a quota that contradicts the path, or a stream of another GPU. Nothing
+            has moved.
+        PathUnavailable: the named path cannot serve this copy here, or the stream is being captured
+            into a graph; the reason is in the message. Nothing has moved.
         DriverError: the driver refused in the middle; the destination pages are undefined.
     """
     fences = _check_fences(after)
@@ -147,8 +157,11 @@ def transfer(
 
     handle = Transfer(plan, choice.path, choice.block_quota, choice.source)
     if plan.gpu is None:
+        for fence in fences:  # the calling thread copies, so it is the one to wait
+            fence.synchronize()
         _launch_on_host(choice, plan)
     elif plan.num_pages:
+        stream = check_stream(choice.path, plan, stream)
         _launch_on_gpu(choice, handle, fences, stream, layerwise)
     return handle
 
@@ -189,11 +202,10 @@ def _launch_on_gpu(
     choice: Choice,
     handle: Transfer,
     fences: list[Fence],
-    stream: torch.cuda.Stream | None,
+    stream: torch.cuda.Stream,
     layerwise: bool,
 ) -> None:
     plan, path = handle.plan, PATHS[choice.path]
-    stream = stream or torch.cuda.current_stream(plan.gpu)
     try:
         for fence in fences:
             if isinstance(fence, torch.cuda.Event):
@@ -206,7 +218,7 @@ def _launch_on_gpu(
         if choice.config is not None and path.config is not None:
             options["config"] = path.config(**choice.config)
         if path.shares_pages:
-            with on_stream(plan, stream) as device:
+            with on_stream(path.name, plan, stream) as device:
                 options["pages"] = upload_pages(plan, device)
         if layerwise:
             for layer in range(*plan.layers):
@@ -218,9 +230,16 @@ def _launch_on_gpu(
         # Also after a failure: what was queued before it still runs.
         handle._finished = stream.record_event()
         with _IN_FLIGHT_LOCK:
-            while _IN_FLIGHT and _IN_FLIGHT[0].done():
-                _IN_FLIGHT.popleft()
             _IN_FLIGHT.append(handle)
+        _let_go()
+
+
+def _let_go() -> None:
+    """Drop the hold on the buffers of copies that have passed."""
+    passed = []  # freed on return, since unpinning memory is too slow for under the lock
+    with _IN_FLIGHT_LOCK:
+        while _IN_FLIGHT and _IN_FLIGHT[0]._passed():
+            passed.append(_IN_FLIGHT.popleft())
 
 
 def _check_fences(after: Fence | Iterable[Fence] | None) -> list[Fence]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from itertools import product
 
@@ -444,3 +446,20 @@ def test_one_tensor_for_k_and_v_is_refused_and_so_are_views_that_overlap():
     ):
         with pytest.raises(ArgumentError, match=r"k_layers\[0\].*v_layers\[0\]"):
             KVBuffer.from_layers([k], [v], spec)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_buffer_is_not_copied_under_the_addresses_of_another(copied):
+    buffer = KVBuffer.empty(KVSpec(1, 1, 8, 1, torch.uint8), "page_first", 1)
+    with pytest.raises(ArgumentError, match="build one over the other memory"):
+        copied(buffer)
+
+
+def test_a_pool_is_pinned_only_where_every_layer_is(monkeypatch):
+    spec = KVSpec(2, 1, 8, 1, torch.uint8)
+    k, v = ([torch.zeros(3, 1, 1, 8, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
+    pinned = {tensor.data_ptr() for tensor in (*k, v[0])}
+    monkeypatch.setattr("hikv.buffer._is_pinned", lambda tensor: tensor.data_ptr() in pinned)
+    assert not KVBuffer.from_layers(k, v, spec).pinned
+    pinned.add(v[1].data_ptr())
+    assert KVBuffer.from_layers(k, v, spec).pinned

@@ -222,7 +222,8 @@ def test_graph_capture_is_refused(stub):
 
 def test_public_launcher(stub, monkeypatch):
     driver = stub.driver()
-    monkeypatch.setattr(module, "_reaching_driver", lambda plan: driver)
+    monkeypatch.setattr(module, "obstacle", lambda plan: None)
+    monkeypatch.setattr(module, "memcpy_driver", lambda: driver)
 
     def run(*arguments, layers):
         plan = copy_engine(*arguments, layers=layers, block_quota=2, stream=Stream())

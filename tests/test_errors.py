@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -294,6 +295,7 @@ REFUSALS = [
             dst=KVBuffer.from_tensor(shared.regions[0].anchors[0, 0], SPEC, "layer_first"),
         ),
     ),
+    Refusal("buffer", "stay with the memory", "a pickle", lambda: pickle.dumps(pool())),
     # env.py
     Refusal(
         "HIKV_TUNDED_DIR",
@@ -306,6 +308,12 @@ REFUSALS = [
         "positive whole",
         "'1e9'",
         lambda: read_env({"HIKV_PINNED_BUDGET": "1e9"}),
+    ),
+    Refusal(
+        "HIKV_TUNED_DIR",
+        "absolute path",
+        "'~nobody-has-this-name/x'",
+        lambda: read_env({"HIKV_TUNED_DIR": "~nobody-has-this-name/x"}),
     ),
 ]
 

@@ -18,6 +18,7 @@ from oracle import LATENT_ORDERS, ORDERS
 
 import hikv
 from hikv.buffer import KVBuffer
+from hikv.errors import ArgumentError
 from hikv.plan import CopyPlan, PartPlan, Side, page_runs, plan_transfer
 from hikv.spec import KVSpec
 
@@ -353,3 +354,22 @@ def test_a_table_reaches_allocations_more_than_32_bits_apart():
     assert side.table.dtype == np.int64
     assert side.table.tolist() == [0, 2**40]
     assert decode(side, plan.src_pages).max() == 2**40 + 2 * 64 - 16
+
+
+@pytest.mark.parametrize("layers", [(0.0, 1), (False, 1), (0, None), "01"])
+def test_layers_that_are_not_whole_numbers_are_refused(layers):
+    spec = KVSpec(2, 2, 8, 2, torch.bfloat16)
+    src, dst = (KVBuffer.empty(spec, "page_first", 2) for _ in range(2))
+    with pytest.raises(ArgumentError, match="layers: expected"):
+        plan_transfer(src, dst, [0], [0], layers=layers)
+
+
+def test_numbers_of_numpy_do_not_stay_in_a_plan():
+    spec = KVSpec(2, 2, 8, 2, torch.bfloat16)
+    src, dst = (KVBuffer.empty(spec, name, np.int64(2)) for name in ("page_first", "page_head"))
+    plan = plan_transfer(src, dst, [0], [0], layers=(np.int64(0), np.int64(2)))
+    (part,) = plan.parts
+    numbers = [*plan.layers, part.run_bytes, part.page_vectors, plan.nbytes, src.num_pages]
+    for side in (part.src, part.dst):
+        numbers += [side.page_stride, *side.sizes, *side.strides, *side.table_strides]
+    assert {type(number) for number in numbers} == {int}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,9 +14,11 @@ from cases import assert_bytes, logical_bytes, random_rows
 from oracle import pack
 
 from hikv import KVBuffer, KVSpec, plan_transfer
+from hikv.errors import DriverError
 from hikv.kernels.reference import launch as copy
 from hikv.kernels.staged import Scratch, obstacle, pipeline
 
+staged = sys.modules["hikv.kernels.staged"]  # the package gives the name to the launcher
 SPEC = KVSpec(3, 8, 16, 4, torch.bfloat16, head_group=2)
 
 
@@ -115,6 +119,59 @@ def test_the_next_call_waits_for_the_slots_of_the_last():
     log = staged_copy(inbound=True, num_pages=2, slot_pages=2, calls=2)
     second = log[log.index("stream waits lane1") + 1 :]
     assert "lane waits stream1" in second  # the event after which the last call's slot was free
+
+
+@pytest.mark.parametrize("inbound", [True, False])
+def test_after_a_failure_the_stream_still_waits_for_the_lane(inbound):
+    log: list[str] = []
+    stream, lane = Lane("stream", log), Lane("lane", log)
+    layouts = ("page_first", "layer_first") if inbound else ("layer_first", "page_first")
+    src, dst = (KVBuffer.empty(SPEC, layout, 4) for layout in layouts)
+    slots = [KVBuffer.empty(SPEC, "page_first", 1) for _ in range(2)]
+
+    def cross(part) -> None:
+        if log.count("cross"):
+            raise DriverError("cuMemcpyBatchAsync", 700, "LOST", remedy="")
+        log.append("cross")
+
+    plan = plan_transfer(src, dst, [0, 1, 2], [0, 1, 2])
+    with pytest.raises(DriverError):
+        pipeline(
+            plan,
+            Scratch((slots[0], slots[1]), lane),
+            stream,
+            inbound=inbound,
+            convert=lambda part: None,
+            cross=cross,
+        )
+    lane_event = log[-2].removeprefix("record ")
+    assert lane_event.startswith("lane")
+    assert log[-1] == f"stream waits {lane_event}"
+
+
+def test_the_scratch_is_the_lanes_own_memory(monkeypatch):
+    log: list[str] = []
+    current: list[str] = []
+
+    @contextmanager
+    def on(lane):
+        current.append(lane.name)
+        yield
+        current.pop()
+
+    def empty(*arguments, make=KVBuffer.empty, **options):
+        log.append(f"allocate on {current}")
+        return make(*arguments, **options)
+
+    src = KVBuffer.empty(SPEC, "layer_first", 2, device="meta")
+    dst = KVBuffer.empty(SPEC, "page_first", 2)
+    monkeypatch.setattr(staged, "_SCRATCH", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Lane("lane", log))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(KVBuffer, "empty", empty)
+    scratch = staged._scratch(plan_transfer(src, dst, [0], [1]))
+    assert log == ["allocate on ['lane']"] * 2 + ["record lane0"]
+    assert scratch.free == ["lane0", "lane0"], "the stream waits for it before it writes a slot"
 
 
 def test_it_serves_only_copies_over_the_link():

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from cases import DTYPES, PAIRS, check_copy, dense, head_specs, per_layer
 
 import hikv
-from hikv import ArgumentError, KVBuffer, KVSpec, PathUnavailable
+from hikv import ArgumentError, KVBuffer, KVSpec, PathUnavailable, transfers
+from hikv.kernels.submit import check_stream
 from hikv.transfers import PATHS, obstacle
-from hikv.tuning import DEFAULT_BLOCK_QUOTA, choose
+from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, choose
 
 SPEC = KVSpec(4, 8, 16, 4, torch.bfloat16)
 IDS = [0, 2]
@@ -144,3 +152,67 @@ def test_copies_within_a_gpu_and_without_a_copy_engine_are_kernels():
     across = meta_plan("layer_first", "layer_first", spec)
     assert chosen(across).path == "ce"
     assert chosen(across, serves=lambda path: path != "ce").path == "sm"
+
+
+def on_a_gpu(index: int = 0) -> tuple[KVBuffer, KVBuffer]:
+    """Two buffers that say they are on a GPU."""
+    src, dst = (replace(pool, device=torch.device("cuda", index)) for pool in pools())
+    return src, dst
+
+
+@dataclass
+class Event:
+    """A stand-in for what torch records: `passed` says whether the GPU has come to it."""
+
+    passed: bool = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+def test_copies_between_host_buffers_wait_for_their_fences(monkeypatch):
+    fences = [Event(), Event()]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        transfers, "_launch_on_host", lambda *_: order.append([f.passed for f in fences])
+    )
+    order: list[list[bool]] = []
+    hikv.transfer(*pools(), IDS, IDS, after=fences)
+    assert order == [[True, True]]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_stream_of_another_gpu_or_under_capture_is_refused(monkeypatch, captured):
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    plan = hikv.plan_transfer(*on_a_gpu(1), IDS, IDS)
+    here, elsewhere = (SimpleNamespace(device=torch.device("cuda", i)) for i in (1, 0))
+    with pytest.raises(ArgumentError, match=r"stream: expected a stream of cuda:1.*cuda:0"):
+        check_stream("sm", plan, elsewhere)
+    if captured:
+        with pytest.raises(PathUnavailable, match=r"'tma'.*captured into a graph"):
+            check_stream("tma", plan, here)
+    else:
+        assert check_stream("sm", plan, here) is here
+
+
+def test_buffers_are_let_go_once_a_handle_says_that_they_arrived(monkeypatch):
+    monkeypatch.setattr(transfers, "_IN_FLIGHT", deque())
+    event = Event()
+    stream = SimpleNamespace(record_event=lambda: event)
+    path = replace(PATHS["sm"], launch=lambda *_, **__: None, shares_pages=False)
+    monkeypatch.setitem(PATHS, "sm", path)
+    src, dst = on_a_gpu()
+    handle = transfers.Transfer(hikv.plan_transfer(src, dst, IDS, IDS), "sm", 2, "default")
+    transfers._launch_on_gpu(Choice("sm", 2, "default"), handle, [], stream, layerwise=False)
+    held = weakref.ref(src)
+    assert not handle.done()
+    assert list(transfers._IN_FLIGHT) == [handle]
+    event.passed = True
+    assert handle.done()
+    del handle, src
+    gc.collect()
+    assert held() is None

@@ -74,7 +74,7 @@ def launch(
             raise PathUnavailable(
                 "ce",
                 "the stream is being captured into a graph, which takes no batch of copies",
-                remedy="copy outside the capture, or choose path='sm'",
+                remedy="copy outside the capture",
             )
         work = split_at_borders(descriptors(plan), _borders(plan))
         return driver.copy(work, stream.cuda_stream)

@@ -325,7 +325,7 @@ def launch(
     check_quota("sm", block_quota)
     if not plan.num_pages:
         return
-    with on_stream(plan, stream) as device:
+    with on_stream("sm", plan, stream) as device:
         pages = upload_pages(plan, device) if pages is None else pages
         for part, src, dst in zip(plan.parts, plan.src.regions, plan.dst.regions, strict=True):
             chosen = config or default_config(part.vector_bytes, warp_size=warp_size())

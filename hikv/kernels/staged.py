@@ -19,7 +19,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.kernels.copy_engine import PATH as COPY_ENGINE
 from hikv.kernels.relayout import PATH as REGISTERS
-from hikv.kernels.submit import Path, check_quota, require
+from hikv.kernels.submit import Path, check_quota, check_stream, require
 from hikv.layout import list_layouts
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.tuning import DEFAULT_BLOCK_QUOTA
@@ -101,7 +101,7 @@ def launch(plan: CopyPlan, *, block_quota: int, stream: torch.cuda.Stream | None
     check_quota("staged", block_quota)
     if not plan.num_pages:
         return
-    stream = stream or torch.cuda.current_stream(plan.gpu)
+    stream = check_stream("staged", plan, stream)
     with _LOCK:
         scratch = _scratch(plan)
         pipeline(
@@ -126,15 +126,18 @@ def pipeline(
     lanes = (scratch.lane, stream) if inbound else (stream, scratch.lane)
     # The lane starts after whatever the caller ordered `stream` after.
     scratch.lane.wait_event(stream.record_event())
-    for turn, (into_slot, out_of_slot) in enumerate(_legs(plan, scratch)):
-        slot = turn % 2
-        if scratch.free[slot] is not None:
-            lanes[0].wait_event(scratch.free[slot])
-        first(into_slot)
-        lanes[1].wait_event(lanes[0].record_event())
-        second(out_of_slot)
-        scratch.free[slot] = lanes[1].record_event()
-    stream.wait_event(scratch.lane.record_event())
+    try:
+        for turn, (into_slot, out_of_slot) in enumerate(_legs(plan, scratch)):
+            slot = turn % 2
+            if scratch.free[slot] is not None:
+                lanes[0].wait_event(scratch.free[slot])
+            first(into_slot)
+            lanes[1].wait_event(lanes[0].record_event())
+            second(out_of_slot)
+            scratch.free[slot] = lanes[1].record_event()
+    finally:
+        # Also after a failure: what was queued before it still runs.
+        stream.wait_event(scratch.lane.record_event())
 
 
 def _legs(plan: CopyPlan, scratch: Scratch) -> Iterator[tuple[CopyPlan, CopyPlan]]:
@@ -156,11 +159,15 @@ def _scratch(plan: CopyPlan) -> Scratch:
     key = (plan.gpu, plan.direction, host.layout, host.spec)
     if key not in _SCRATCH:
         pages = max(1, SLOT_BYTES // host.spec.bytes_per_page)
-        first, second = (
-            KVBuffer.empty(host.spec, host.layout, pages, device=plan.gpu or "cpu")
-            for _ in range(2)
-        )
-        _SCRATCH[key] = Scratch((first, second), torch.cuda.Stream(plan.gpu))
+        lane = torch.cuda.Stream(plan.gpu)
+        # torch orders memory by the stream that allocates it: on another, a kernel that was queued
+        # before could still be writing what a tensor since freed has left.
+        with torch.cuda.stream(lane):
+            first, second = (
+                KVBuffer.empty(host.spec, host.layout, pages, device=plan.gpu or "cpu")
+                for _ in range(2)
+            )
+        _SCRATCH[key] = Scratch((first, second), lane, [lane.record_event()] * 2)
     return _SCRATCH[key]
 
 

@@ -68,13 +68,39 @@ def check_quota(path: str, block_quota: int) -> None:
         )
 
 
+def check_stream(path: str, plan: CopyPlan, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
+    """`stream`, or torch's current one on the plan's GPU, as one that may take a copy.
+
+    Raises `ArgumentError` for a stream of another GPU, and `PathUnavailable` for one that is being
+    captured: a replay would read page ids from staging memory that has been handed on since.
+    """
+    stream = torch.cuda.current_stream(plan.gpu) if stream is None else stream
+    if stream.device != plan.gpu:
+        raise ArgumentError(
+            "stream",
+            expected=f"a stream of {plan.gpu}, where the buffers are",
+            got=f"one of {stream.device}",
+            remedy="pass a stream of that GPU, and the other one in after",
+        )
+    with torch.cuda.stream(stream):
+        if torch.cuda.is_current_stream_capturing():
+            reason = "the stream is being captured into a graph, and page ids differ by call"
+            raise PathUnavailable(path, reason, remedy="copy outside the capture")
+    return stream
+
+
 @contextmanager
-def on_stream(plan: CopyPlan, stream: torch.cuda.Stream | None) -> Iterator[torch.device]:
-    """Make the plan's GPU and `stream` current; yields the device to upload to."""
+def on_stream(
+    path: str, plan: CopyPlan, stream: torch.cuda.Stream | None
+) -> Iterator[torch.device]:
+    """Make the plan's GPU and `stream` current; yields the device to upload to.
+
+    Raises as `check_stream` does.
+    """
     if plan.gpu is None:
         yield torch.device("cpu")
         return
-    with torch.cuda.device(plan.gpu), torch.cuda.stream(stream):
+    with torch.cuda.stream(check_stream(path, plan, stream)):
         yield plan.gpu
 
 

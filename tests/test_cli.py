@@ -1,0 +1,37 @@
+"""The command line: what is refused, and output whose reader has gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hikv.cli import main
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], []])
+def test_a_reader_that_goes_away_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as output:
+        command = [sys.executable, "-m", "hikv", *arguments]
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 141
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["doctor", "--jason"], ["doctor", "--json", "x"]])
+def test_what_no_command_knows_is_refused(arguments, capsys):
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "hikv" in told.err
+    assert arguments[-1] in told.err
+
+
+def test_an_unknown_variable_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("HIKV_PINED_BUDGET", "1")
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("hikv doctor: HIKV_PINED_BUDGET: expected one of")
