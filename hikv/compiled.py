@@ -6,6 +6,7 @@ Compiling ahead of time needs a process without `TRITON_INTERPRET`.
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import tempfile
@@ -118,7 +119,7 @@ class Report:
 def compile_relayout(part: PartPlan, target: str = "sm_90", config: Config | None = None) -> Report:
     """Compile the register kernel for `part` as a launch would, and read the result.
 
-    Raises `ArgumentError` on an unknown target, `RuntimeError` under `TRITON_INTERPRET`.
+    Raises `ArgumentError` on an unknown target, and under `TRITON_INTERPRET`.
     """
     gpu = parse_target(target)
     config = config or default_config(part.vector_bytes, warp_size=gpu.warp_size)
@@ -136,8 +137,8 @@ def compile_relayout_tma(
 ) -> Report:
     """Compile the TMA kernel for `part` as a launch would, and read the result.
 
-    Raises `ArgumentError` on a target without tensor copies, `PathUnavailable` where no descriptor
-    serves `part`, `RuntimeError` under `TRITON_INTERPRET`.
+    Raises `ArgumentError` on a target without tensor copies and under `TRITON_INTERPRET`,
+    `PathUnavailable` where no descriptor serves `part`.
     """
     gpu = parse_target(target)
     if gpu.backend != "cuda" or gpu.arch < MIN_CAPABILITY:
@@ -174,8 +175,11 @@ def ast_source(kernel: Any, run_time: Mapping[str, Any], constants: Mapping[str,
     for the parameters that the kernel says not to specialise.
     """
     if interpreted(kernel):
-        raise RuntimeError(
-            "kernels of an interpreting process cannot compile; unset TRITON_INTERPRET"
+        raise ArgumentError(
+            "TRITON_INTERPRET",
+            expected="no such variable: kernels of an interpreting process cannot compile",
+            got=repr(os.environ.get("TRITON_INTERPRET")),
+            remedy="unset it",
         )
     signature: dict[str, Any] = {}
     constexprs: dict[tuple[int, ...], Any] = {}

@@ -242,12 +242,22 @@ def check_output_options(args: argparse.Namespace) -> None:
     """Refuse before the work what could not be written after it; raises `ArgumentError`."""
     for name in ("json", "markdown", "plot"):
         path: Path | None = getattr(args, name)
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
             raise ArgumentError(
                 f"--{name}",
                 expected="a file in a folder that exists",
                 got=path,
                 remedy=f"make {path.parent} first",
+            )
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ArgumentError(
+                f"--{name}",
+                expected="a file that can be written",
+                got=path,
+                remedy="name another file",
             )
     if args.plot is not None:
         pyplot()

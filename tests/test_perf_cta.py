@@ -101,6 +101,7 @@ def test_bad_options_are_refused_by_the_parser(arguments, message, capsys):
     [
         (["--path", "staged"], "--path: expected sm or tma where there is no GPU"),
         (["--json", "/nowhere/at/all.json"], "--json: expected a file in a folder that exists"),
+        (["--json", "/"], "--json: expected a file that can be written"),
         (["--mla", "576", "--host-layout", "page_head"], "expected a layout for latent rows"),
     ],
 )

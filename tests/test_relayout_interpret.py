@@ -37,7 +37,8 @@ from hikv.buffer import KVBuffer
 from hikv.compiled import ast_source
 from hikv.errors import ArgumentError
 from hikv.kernels.relayout import Config, _place, relayout, relayout_kernel
-from hikv.kernels.submit import interpreted
+from hikv.kernels.submit import interpreted, kernel_obstacle
+from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
 
 pytestmark = [
@@ -308,5 +309,13 @@ def test_a_tile_whose_number_times_its_size_is_above_32_bits(tile):
 
 
 def test_kernels_of_an_interpreting_process_do_not_compile():
-    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+    with pytest.raises(ArgumentError, match=r"TRITON_INTERPRET.*unset it"):
         ast_source(relayout_kernel, {}, {})
+
+
+def test_the_interpreter_serves_no_gpu():
+    spec = KVSpec(1, 1, 16, 1, torch.uint8, latent=True)
+    src, dst = (KVBuffer.empty(spec, "page_first", 1, device=device) for device in ("meta", "cpu"))
+    for buffers in ((src, dst), (dst, src)):
+        reason = kernel_obstacle(plan_transfer(*buffers, [0], [0]), relayout_kernel)
+        assert reason == "TRITON_INTERPRET is set: the interpreter reaches no GPU memory"

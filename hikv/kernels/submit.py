@@ -45,8 +45,9 @@ def interpreted(kernel: Any) -> bool:
 
 def kernel_obstacle(plan: CopyPlan, kernel: Any) -> str | None:
     """Why `kernel` cannot reach both sides of `plan`, or `None`."""
-    if interpreted(kernel) and plan.gpu is None:
-        return None
+    if interpreted(kernel):
+        here = plan.gpu is None
+        return None if here else "TRITON_INTERPRET is set: the interpreter reaches no GPU memory"
     return plan.unreachable()
 
 
