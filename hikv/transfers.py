@@ -123,12 +123,15 @@ def transfer(
             There is no default: a missing fence is how caches get corrupted.
         layers: `(start, stop)` counted from the buffers' first layer; `None` is all.
         block_quota: most CTAs a kernel may occupy; `None` is tuned, or 2 without a table; `0` is
-            the copy engine alone, no SM.
+            the copy engine alone, no SM. Paths without a kernel keep within any quota.
         path: `None` chooses; or a name of `PATHS`: `"sm"` (registers), `"tma"` (tensor
             descriptors), `"staged"` (relayout on the GPU, then whole pages by the copy engine),
             `"ce"` (copy engine), `"cpu"` (torch, between host buffers).
         stream: where to queue, on the buffers' GPU; `None` is torch's current stream there.
         layerwise: queue layer by layer, so that `wait_layer` returns as soon as that layer is in.
+
+    A thread that calls this while another captures a graph may break that capture, unless it was
+    begun with `capture_error_mode="thread_local"`.
 
     Returns:
         A handle. GPU paths are asynchronous, ordered on `stream`; the CPU path waits for
