@@ -76,6 +76,8 @@ _SASS_BRANCHES = ("BRA", "BRX", "BRXU", "CALL", "JMP", "JMX", "JMXU")
 def sass_steps(sass: str) -> list[Step]:
     """The instructions of the one kernel in `sass`.
 
+    A call to a computed address is one to a routine of the driver: what that does is not seen.
+
     Raises `ValueError` on more kernels than one, and on a branch to a computed address.
     """
     if sass.count("Function :") > 1:
@@ -93,6 +95,8 @@ def _sass_step(address: str, predicate: str, opcode: str, operands: str) -> Step
     falls = bool(predicate) or bool(re.search(r"\bU?P\d", operands)) or name == "CALL"
     if name in _SASS_BRANCHES:
         targets = re.findall(r"\b0x[0-9a-f]+", operands)
+        if name == "CALL" and not targets:
+            return Step(label)  # leaves this text and comes back
         if len(targets) != 1 or "X" in name:
             raise ValueError(f"{opcode}{operands} branches to a computed address")
         return Step(label, None, hex(int(targets[0], 16)), falls)
