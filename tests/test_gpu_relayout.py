@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,7 @@ from cases import (
 
 from hikv.buffer import KVBuffer
 from hikv.errors import PathUnavailable
-from hikv.kernels.relayout import Config, obstacle, relayout, relayout_kernel
+from hikv.kernels.relayout import Config, obstacle, relayout
 from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
 
@@ -108,22 +106,22 @@ def test_a_view_that_begins_within_a_vector(nbytes):
         assert (there.vector_bytes, back.vector_bytes) == (nbytes, nbytes)
 
 
-class Launches:
-    """Stands in for the kernel and keeps the grids that it was launched with."""
+@pytest.fixture
+def grids(monkeypatch):
+    """The grids of all launches from now on."""
+    seen, launcher = [], triton.JITFunction.__getitem__
 
-    def __init__(self, kernel):
-        self.kernel, self.grids = kernel, []
+    def launch(kernel, grid):
+        seen.append(grid)
+        return launcher(kernel, grid)
 
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return self.kernel[grid]
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
+    return seen
 
 
 @pytest.mark.parametrize("config", [None, Config(8, 8), Config(32, 8), Config(4, 32)], ids=str)
 @pytest.mark.parametrize("block_quota", [1, 2, 5, 32, 1000])
-def test_any_quota_and_tile(monkeypatch, block_quota, config):
-    launches = Launches(relayout_kernel)
-    monkeypatch.setattr(import_module("hikv.kernels.relayout"), "relayout_kernel", launches)
+def test_any_quota_and_tile(grids, block_quota, config):
     for num_pages in (1, 64):
         src, dst = filled(num_pages, "layer_first", CUDA), filled(num_pages, "page_head", PIN, 1)
         pages = np.random.default_rng(2).permutation(num_pages)
@@ -132,7 +130,8 @@ def test_any_quota_and_tile(monkeypatch, block_quota, config):
         assert torch.equal(rows(dst, pages[::-1].tolist()), want)
         vectors = num_pages * plan.parts[0].page_vectors
         tile = (config or Config(16, 16)).tile
-        assert launches.grids.pop() == (min(block_quota, -(-vectors // tile)),)
+        assert grids.pop() == (min(block_quota, -(-vectors // tile)),)
+        assert not grids
 
 
 @pytest.mark.parametrize("named", [False, True])
