@@ -139,9 +139,6 @@ def relayout_kernel(
     DEPTH: tl.constexpr = SHAPE[1]
     LANES: tl.constexpr = SHAPE[3]
     PER_PAGE: tl.constexpr = (PAGE + DEPTH * LANES - 1) // (DEPTH * LANES)
-    # Zero, but no compiler can know, so it decodes the destination anew: digits that both sides
-    # share would stay in registers beside the data, and the data needs those.
-    opaque = num_pages >> 31
 
     step = tl.num_programs(0)
     tile = tl.program_id(0)
@@ -161,18 +158,23 @@ def relayout_kernel(
                 valid = (vector < PAGE) & (pair < num_pages)
                 data = data + (tl.load(words, mask=valid[:, None]),)
 
-        # The next tile's ids travel while this tile's data does.
+        # These ids travel while the data does: this tile's destinations, the next one's sources.
+        dst_ids = ()
         src_ids = ()
         for i in tl.static_range(SLICES):
+            dst_ids = dst_ids + (_page_ids(dst_pages, tile, i, num_pages, PER_PAGE, SHAPE),)
             src_ids = src_ids + (_page_ids(src_pages, tile + step, i, num_pages, PER_PAGE, SHAPE),)
 
         for i in tl.static_range(SLICES):
-            pair, first = _place(tile + opaque, i, PER_PAGE, SHAPE)
-            dst_ids = _page_ids(dst_pages, tile + opaque, i, num_pages, PER_PAGE, SHAPE)
+            pair, first = _place(tile, i, PER_PAGE, SHAPE)
+            # Zero, but no compiler can know, so it decodes the destination anew and not before the
+            # id is there: whatever it kept in registers meanwhile would lie beside the data, and
+            # the data needs those.
+            first += dst_ids[i] >> 31
             for j in tl.static_range(DEPTH):
                 vector = first + j * LANES
                 words = _pointers(
-                    dst, vector, dst_ids, dst_page_stride, dst_strides, dst_table,
+                    dst, vector, dst_ids[i], dst_page_stride, dst_strides, dst_table,
                     DST_SIZES, DST_ENTRIES, WORDS,
                 )  # fmt: skip
                 valid = (vector < PAGE) & (pair < num_pages)
