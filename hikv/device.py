@@ -47,6 +47,7 @@ class DeviceInfo:
             of the active C2C links as NVML reports it.
         numa_node: the host node nearest to the GPU; `None` also where the host has a single node.
         vendor: `"nvidia"` or `"amd"`; on AMD the link and driver fields are `None`.
+        unanswered: why NVML could not be asked, where it could not; what it tells is `None` then.
     """
 
     index: int
@@ -63,6 +64,7 @@ class DeviceInfo:
     pcie_width: int | None = None
     link_gbps: float | None = None
     numa_node: int | None = None
+    unanswered: str | None = None
 
     def fingerprint(self) -> dict[str, str | int | None]:
         """What a tuned table is keyed on; plain values, equal after a round trip through JSON."""
@@ -115,7 +117,7 @@ def _probe_checked(index: int | None, sysfs: Path) -> DeviceInfo | str:
 
 
 @functools.cache
-def _probe(index: int, sysfs: Path) -> DeviceInfo | str:
+def _probe(index: int, sysfs: Path) -> DeviceInfo:
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)
@@ -124,33 +126,42 @@ def _probe(index: int, sysfs: Path) -> DeviceInfo | str:
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
         f":{properties.pci_device_id:02x}.0"
     )
-    common = {
-        "index": index,
-        "name": properties.name,
-        "num_sms": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "numa_node": numa_of_gpu(bus_id, sysfs=sysfs),
+    amd = torch.version.hip is not None
+    fields: dict[str, Any] = {
+        "vendor": "amd" if amd else "nvidia",
+        "uuid": str(properties.uuid),
+        "capability": None if amd else (properties.major, properties.minor),
+        "numa_node": None,
     }
-    if torch.version.hip is not None:
-        return DeviceInfo(vendor="amd", uuid=str(properties.uuid), capability=None, **common)
+    if not amd:
+        fields |= _ask_nvml(bus_id)
+    node = numa_of_gpu(bus_id, sysfs=sysfs)
+    return DeviceInfo(
+        index,
+        properties.name,
+        num_sms=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        **(fields if node is None else fields | {"numa_node": node}),
+    )
+
+
+def _ask_nvml(bus_id: str) -> dict[str, Any]:
+    """The fields that NVML knows of the board, or `unanswered` alone: some virtual machines and
+    containers show a GPU to CUDA and none to NVML."""
     nvml = _start_nvml()
     if isinstance(nvml, str):
-        return nvml
+        return {"unanswered": nvml}
     try:
         handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
-        if common["numa_node"] is None:
-            common["numa_node"] = _nearest_node(nvml, handle)
-        return DeviceInfo(
-            vendor="nvidia",
-            uuid=nvml.nvmlDeviceGetUUID(handle),
-            capability=(properties.major, properties.minor),
-            driver_version=nvml.nvmlSystemGetDriverVersion(),
-            cuda_driver_version=nvml.nvmlSystemGetCudaDriverVersion_v2(),
+        return {
+            "uuid": nvml.nvmlDeviceGetUUID(handle),
+            "numa_node": _nearest_node(nvml, handle),
+            "driver_version": nvml.nvmlSystemGetDriverVersion(),
+            "cuda_driver_version": nvml.nvmlSystemGetCudaDriverVersion_v2(),
             **_host_link(nvml, handle),
-            **common,
-        )
+        }
     except nvml.NVMLError as error:
-        return f"NVML cannot describe the GPU at {bus_id}: {error}"
+        return {"unanswered": f"NVML cannot describe the GPU at {bus_id}: {error}"}
     finally:
         nvml.nvmlShutdown()
 
@@ -220,10 +231,11 @@ _THROTTLES = {
 
 def disturbances(index: int) -> tuple[str, ...]:
     """What would spoil a timing on the GPU with CUDA ordinal `index` now, a sentence each: other
-    processes on it, and throttled clocks, as NVML sees them. Nothing is known on AMD.
+    processes on it, and throttled clocks, as NVML sees them. Nothing is known on AMD, and where
+    NVML does not answer.
     """
     info = device_info(index)
-    if info is None or info.vendor != "nvidia":
+    if info is None or info.vendor != "nvidia" or info.unanswered:
         return ()
     nvml = _start_nvml()
     if isinstance(nvml, str):

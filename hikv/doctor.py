@@ -88,7 +88,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 def _link(gpu: dict[str, Any]) -> str:
     if gpu["link"] is None:
-        return "unknown"
+        return f"unknown: {gpu['unanswered'] or 'the GPU does not tell'}"
     kind = gpu["link"]
     if kind == "pcie":
         kind = f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"

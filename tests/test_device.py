@@ -221,28 +221,38 @@ def test_reason_hidden_devices(machine, monkeypatch):
     assert device.probe_failure().endswith("CUDA_VISIBLE_DEVICES=''")
 
 
-def test_reason_nvml_not_installed(machine, tmp_path, monkeypatch):
-    machine([properties(0)], {})
+def check_unanswered(tmp_path: Path, reason: str) -> None:
+    """The GPU is there, from what CUDA and sysfs tell; what only NVML tells is unknown, and why."""
+    put(tmp_path, "bus/pci/devices/0000:07:00.0/numa_node", "1\n")
+    info = device.device_info(sysfs=tmp_path)
+    assert (info.vendor, info.name, info.uuid) == ("nvidia", "NVIDIA H200", "runtime-uuid")
+    assert (info.num_sms, info.capability, info.numa_node) == (132, (9, 0), 1)
+    assert (info.link, info.link_gbps, info.driver_version) == (None, None, None)
+    assert reason in info.unanswered
+    assert device.probe_failure(sysfs=tmp_path) is None
+    assert json.loads(json.dumps(info.fingerprint())) == info.fingerprint()
+
+
+def test_a_gpu_without_nvml_is_a_gpu(machine, tmp_path, monkeypatch):
+    machine([properties(7)], {})
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert device.device_info(sysfs=tmp_path) is None
-    assert "nvidia-ml-py is not installed" in device.probe_failure(sysfs=tmp_path)
+    check_unanswered(tmp_path, "nvidia-ml-py is not installed")
+    assert device.disturbances(0) == ()
 
 
-def test_reason_nvml_does_not_start(machine, tmp_path, monkeypatch):
-    nvml = machine([properties(0)], {})
+def test_a_gpu_where_nvml_does_not_start_is_a_gpu(machine, tmp_path, monkeypatch):
+    nvml = machine([properties(7)], {})
 
     def refuse() -> None:
         raise NVMLError("Driver Not Loaded")
 
     monkeypatch.setattr(nvml, "nvmlInit", refuse)
-    assert device.device_info(sysfs=tmp_path) is None
-    assert "Driver Not Loaded" in device.probe_failure(sysfs=tmp_path)
+    check_unanswered(tmp_path, "Driver Not Loaded")
 
 
-def test_reason_nvml_knows_no_such_board(machine, tmp_path):
+def test_a_gpu_that_nvml_does_not_know_is_a_gpu(machine, tmp_path):
     nvml = machine([properties(7)], {"0000:01:00.0": PCIE5})
-    assert device.device_info(sysfs=tmp_path) is None
-    assert "0000:07:00.0" in device.probe_failure(sysfs=tmp_path)
+    check_unanswered(tmp_path, "0000:07:00.0")
     assert nvml.sessions == 0
 
 
