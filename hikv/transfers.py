@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeAlias
@@ -229,12 +230,21 @@ def _launch_on_gpu(
                 handle._layer_events[layer] = stream.record_event()
         else:
             path.launch(plan, **options)
-    finally:
-        # Also after a failure: what was queued before it still runs.
-        handle._finished = stream.record_event()
-        with _IN_FLIGHT_LOCK:
-            _IN_FLIGHT.append(handle)
-        _let_go()
+    except BaseException:
+        # What was queued before still runs. A GPU that is lost says so once more; the first says
+        # why.
+        with suppress(RuntimeError):
+            _keep(handle, stream)
+        raise
+    _keep(handle, stream)
+
+
+def _keep(handle: Transfer, stream: torch.cuda.Stream) -> None:
+    """Mark the end of what is queued for `handle`, and hold its buffers until then."""
+    handle._finished = stream.record_event()
+    with _IN_FLIGHT_LOCK:
+        _IN_FLIGHT.append(handle)
+    _let_go()
 
 
 def _let_go() -> None:
@@ -257,6 +267,14 @@ def _check_fences(after: Fence | Iterable[Fence] | None) -> list[Fence]:
                 expected="a torch.cuda.Stream or Event, several of them, or None",
                 got=repr(fence),
                 remedy="pass what the source's producer and the destination's last user ran on",
+            )
+        # torch makes the GPU's event when it is recorded; waiting for one before waits for nothing.
+        if isinstance(fence, torch.cuda.Event) and not fence.cuda_event:
+            raise ArgumentError(
+                "after",
+                expected="an event that was recorded",
+                got="one that no stream has recorded yet",
+                remedy="call event.record(stream) after the work it stands for, then transfer()",
             )
     return listed
 

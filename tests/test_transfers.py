@@ -165,6 +165,7 @@ class Event:
     """A stand-in for what torch records: `passed` says whether the GPU has come to it."""
 
     passed: bool = False
+    cuda_event: int = 1
 
     def query(self) -> bool:
         return self.passed
@@ -184,6 +185,17 @@ def test_copies_between_host_buffers_wait_for_their_fences(monkeypatch):
     assert order == [[True, True]]
 
 
+def test_an_event_that_nobody_recorded_is_no_fence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    src, dst = pools()
+    pages = range(dst.num_pages)
+    before = dst.logical(pages)
+    with pytest.raises(ArgumentError, match=r"after: expected an event that was recorded") as seen:
+        hikv.transfer(src, dst, IDS, IDS, after=[Event(), Event(cuda_event=0)])
+    assert "event.record(stream)" in str(seen.value)
+    assert torch.equal(dst.logical(pages).view(torch.uint8), before.view(torch.uint8))
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_stream_of_another_gpu_or_under_capture_is_refused(monkeypatch, captured):
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
@@ -197,6 +209,20 @@ def test_a_stream_of_another_gpu_or_under_capture_is_refused(monkeypatch, captur
             check_stream("tma", plan, here)
     else:
         assert check_stream("sm", plan, here) is here
+
+
+def test_a_lost_gpu_reports_what_lost_it(monkeypatch):
+    def launch(*_, **__):
+        raise RuntimeError("illegal memory access, the first")
+
+    def record_event():
+        raise RuntimeError("illegal memory access, once more")
+
+    monkeypatch.setitem(PATHS, "sm", replace(PATHS["sm"], launch=launch, shares_pages=False))
+    handle = transfers.Transfer(hikv.plan_transfer(*on_a_gpu(), IDS, IDS), "sm", 2, "default")
+    stream = SimpleNamespace(record_event=record_event)
+    with pytest.raises(RuntimeError, match="the first"):
+        transfers._launch_on_gpu(Choice("sm", 2, "default"), handle, [], stream, layerwise=False)
 
 
 def test_buffers_are_let_go_once_a_handle_says_that_they_arrived(monkeypatch):
