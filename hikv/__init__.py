@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PathUnavailable,
     )
     from hikv.layout import list_layouts
+    from hikv.pages import pages_of_slots
     from hikv.plan import CopyPlan
     from hikv.spec import KVSpec
     from hikv.transfers import Transfer, plan_transfer, transfer
@@ -49,6 +50,7 @@ _HOMES = {
     "Transfer": "hikv.transfers",
     "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
+    "pages_of_slots": "hikv.pages",
     "plan_transfer": "hikv.transfers",
     "transfer": "hikv.transfers",
 }
@@ -71,6 +73,7 @@ __all__ = [
     "Transfer",
     "device_info",
     "list_layouts",
+    "pages_of_slots",
     "plan_transfer",
     "transfer",
 ]

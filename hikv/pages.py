@@ -63,12 +63,13 @@ def _all_differ(ids: np.ndarray) -> bool:
 
 
 def pages_of_slots(
-    name: str, slots: Sequence[int] | np.ndarray | torch.Tensor, page_size: int
+    slots: Sequence[int] | np.ndarray | torch.Tensor, page_size: int, *, name: str = "slots"
 ) -> np.ndarray:
     """The page ids, int64 `[len(slots) / page_size]`, of token `slots` given page after page.
 
-    A page moves whole, so its slots must be those of one page, in order. Raises `ArgumentError`
-    naming the first slot out of place; `name` is the argument's name, for messages.
+    For engines that keep a slot a token. A page moves whole, so its slots must be those of one
+    page, in order. Raises `ArgumentError` naming the first slot out of place; `name` is what the
+    message calls them. Slots on the GPU are read back, which waits for its current stream.
     """
     flat = _as_int64(name, slots, "slots")
     if len(flat) % page_size:

@@ -363,17 +363,15 @@ def test_pages_are_addressed_by_id_where_no_id_is_also_a_slot():
 @pytest.mark.parametrize("ids", ID_FORMS)
 def test_slots_become_page_ids_only_where_a_page_is_whole_and_in_order(ids):
     as_slots = ID_FORMS[ids]
-    assert pages_of_slots("slots", as_slots(np.array([8, 9, 10, 11, 0, 1, 2, 3])), 4).tolist() == [
-        2,
-        0,
-    ]
+    slots = as_slots(np.array([8, 9, 10, 11, 0, 1, 2, 3]))
+    assert pages_of_slots(slots, 4).tolist() == [2, 0]
     for slots, position in (
         ([8, 9, 10, 12], 3),
         ([11, 10, 9, 8], 0),
         ([4, 5, 6, 7, 8, 8, 9, 10], 5),
     ):
         with pytest.raises(ArgumentError) as caught:
-            pages_of_slots("slots", as_slots(np.array(slots)), 4)
+            pages_of_slots(as_slots(np.array(slots)), 4)
         assert caught.value.argument == f"slots[{position}]"
 
 

@@ -250,11 +250,11 @@ REFUSALS = [
     Refusal("p[2]", "0..3", "4", lambda: check_pages("p", [0, 3, 4, 9], 4)),
     Refusal("p[1]", "0..3", "-1", lambda: check_pages("p", [0, -1], 4)),
     Refusal("p[3]", "once", "page 2 again", lambda: check_pages("p", [2, 0, 1, 2], 4, unique=True)),
-    Refusal("s", "whole pages of 4", "3 slots", lambda: pages_of_slots("s", [0, 1, 2], 4)),
-    Refusal("s", "int64 slots", "float64", lambda: pages_of_slots("s", [0.0] * 4, 4)),
-    Refusal("s[3]", "slot 11", "12", lambda: pages_of_slots("s", [8, 9, 10, 12], 4)),
-    Refusal("s[0]", "slot 8", "11", lambda: pages_of_slots("s", [11, 10, 9, 8], 4)),
-    Refusal("s[4]", "slot 4", "5", lambda: pages_of_slots("s", [0, 1, 2, 3, 5, 6, 7, 8], 4)),
+    Refusal("s", "whole pages of 4", "3 slots", lambda: pages_of_slots([0, 1, 2], 4, name="s")),
+    Refusal("s", "int64 slots", "float64", lambda: pages_of_slots([0.0] * 4, 4, name="s")),
+    Refusal("s[3]", "slot 11", "12", lambda: pages_of_slots([8, 9, 10, 12], 4, name="s")),
+    Refusal("s[0]", "slot 8", "11", lambda: pages_of_slots([11, 10, 9, 8], 4, name="s")),
+    Refusal("s[4]", "slot 4", "5", lambda: pages_of_slots([0, 1, 2, 3, 5, 6, 7, 8], 4, name="s")),
     # plan.py
     Refusal(
         "dst",
