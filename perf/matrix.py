@@ -11,7 +11,8 @@ import json
 from typing import Any
 
 from .output import Column, Table
-from .replay import Player, Row, add_model_options, estimate_of, model_note
+from .player import Player, Row
+from .replay import add_model_options, estimate_of, model_note
 from .traces import WORKLOADS, make_workload
 
 CONFIGURATIONS: dict[str, tuple[float, dict[str, Any]]] = {

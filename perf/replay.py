@@ -1,42 +1,26 @@
 """Replay requests through real pools with real bytes: hits by tier, bytes moved, evictions.
 
-Every page holds the 256-bit hash of its prefix; every page that a request reuses is compared with
-what it should hold. Nothing here is timed: first-token times are estimates by a stated model.
+Every page that a request reuses is compared with what it should hold. Nothing here is timed:
+first-token times are estimates by a stated model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from hikv.buffer import KVBuffer
-from hikv.cache.config import HiCacheConfig
 from hikv.cache.eviction import POLICIES
-from hikv.cache.hiradix import ANYONE, HiRadixCache
-from hikv.cache.keys import namespace_seed, page_hashes
-from hikv.cache.pools import DevicePool, HostPool
-from hikv.cache.requests import Request
-from hikv.errors import ArgumentError, HikvError
-from hikv.spec import KVSpec
+from hikv.errors import ArgumentError
 
+from . import sharded
 from .case import positive
 from .output import Column, Table
+from .player import Player, Row
 from .plot import Series, draw
-from .traces import WORKLOADS, Arrival, Workload, make_workload, read_trace
-
-HASH_BYTES = 32
-LAYOUT = "page_first"
-NEVER = 1 << 62
-"""Uses that no node reaches: with it nothing is ever copied to the host."""
-
-Row = dict[str, Any]
+from .traces import WORKLOADS, Workload, make_workload, read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     policies = ("write_through", "write_through_selective", "write_back")
     add("--write-policy", choices=policies, default="write_through", help="when L2 gets its copy")
     add("--block-tokens", type=positive, help="tokens of one id of a trace; default by its lengths")
+    add("--cp", type=positive, metavar="N", help="compare pages sharded over N ranks with replicas")
     add("--json", action="store_true", help="one JSON object a capacity, instead of the table")
     add("--plot", type=Path, metavar="FILE", help="hit rate against capacity")
     add_model_options(parser)
@@ -79,16 +64,13 @@ def run(args: argparse.Namespace) -> int:
             remedy="correct the path or the name",
         )
     workload = make_workload(args.trace) if made else read_trace(path, args.block_tokens)
+    names = {"eviction": args.policy, "granularity": args.granularity}
+    settings = names | {"write_policy": args.write_policy}
+    if args.cp is not None:
+        return sharded.run(workload, settings, args)
     rows = []
     for capacity in args.capacity:
-        row = replay(
-            workload,
-            capacity,
-            host_ratio=args.host_ratio,
-            eviction=args.policy,
-            granularity=args.granularity,
-            write_policy=args.write_policy,
-        )
+        row = replay(workload, capacity, host_ratio=args.host_ratio, **settings)
         row["estimated_ttft_ms"] = estimate_of(row, workload, args)
         rows.append(row)
         if args.json:
@@ -103,106 +85,14 @@ def run(args: argparse.Namespace) -> int:
 def replay(workload: Workload, capacity: int, *, host_ratio: float = 0.0, **settings: Any) -> Row:
     """Play `workload` on a cache of `capacity` GPU pages and count.
 
-    Args:
-        capacity: 0 is unbounded: a page for every block there is.
-        host_ratio: host pages a GPU page; 0 never copies anything to the host.
-        settings: of `HiCacheConfig`.
-
     Each request is matched and locked, loads back what the host holds, computes the rest, inserts
-    its prompt and its output, and is released before the next one comes. Raises `HikvError` for the
-    first wrong byte, and `CapacityError` for a request that does not fit.
+    its prompt and its output, and is released before the next one comes. The arguments are those of
+    `Player`, and so is what is raised.
     """
     player = Player(workload, capacity, host_ratio, settings)
     row = player.play()
     player.finish()
     return row
-
-
-class Player:
-    """A cache over real pools that serves a workload, once or several times."""
-
-    def __init__(
-        self, workload: Workload, capacity: int, host_ratio: float, settings: Mapping[str, Any]
-    ) -> None:
-        pages = capacity or max(1, workload.blocks)
-        spec = KVSpec(1, 1, HASH_BYTES, 1, torch.uint8, latent=True)
-        options: dict[str, Any] = {"host_ratio": host_ratio or None, **settings}
-        if not host_ratio:
-            options |= {"write_policy": "write_through_selective"}
-            options |= {"write_through_threshold": NEVER}
-        config = HiCacheConfig(mem_layout=LAYOUT, load_back_threshold=0, **options)
-        memory = torch.zeros(pages * HASH_BYTES, dtype=torch.uint8)
-        device = DevicePool(KVBuffer.from_tensor(memory, spec, LAYOUT))
-        host = HostPool.beside(device, config, num_pages=None if host_ratio else 1)
-        self.cache = HiRadixCache(device, host, config, after=None, token_dtype=np.int64)
-        self._rows = memory.numpy().reshape(pages, HASH_BYTES)
-        self._seed = namespace_seed(ANYONE)
-        self._workload, self._counts = workload, Counter[str]()
-        self._label: Row = {
-            "workload": workload.name,
-            "capacity": capacity,
-            "host_pages": host.num_pages if host_ratio else 0,
-        }
-
-    def play(self) -> Row:
-        """Serve every request and settle what is in flight; returns what this round counted."""
-        before = self._totals()
-        for rid, arrival in enumerate(self._workload.arrivals):
-            self._serve(rid, arrival)
-        loads, backups = self.cache.controller.queues
-        self.cache.poll((len(loads), len(backups)))
-        now = self._totals()
-        row = self._label | {name: count - before[name] for name, count in now.items()}
-        return row | {"hit_rate": row["hits"] / max(1, row["touches"])}
-
-    def finish(self) -> None:
-        """Prove the books and end the copies' threads."""
-        self.cache.check()
-        self.cache.close()
-
-    def _totals(self) -> dict[str, int]:
-        metrics, page = self.cache.metrics, self.cache.device.bytes_per_page
-        names = ("requests", "touches", "hits", "device_hits", "host_hits", "loaded")
-        return {name: self._counts[name] for name in names} | {
-            "backed_up": int(metrics.copied_bytes["backup"].value) // page,
-            "evicted_device": int(metrics.evicted_pages["device"].value),
-            "evicted_host": int(metrics.evicted_pages["host"].value),
-            "dropped": self.cache.stats().get("dropped_pages", 0),
-        }
-
-    def _serve(self, rid: int, arrival: Arrival) -> None:
-        """One request from match to release."""
-        cache = self.cache
-        cache.poll()
-        request = cache.acquire(rid, arrival.prompt)
-        cache.load_back(rid)
-        known = np.array([*arrival.prompt, *arrival.output], np.int64)
-        want = np.frombuffer(b"".join(page_hashes(known, 1, self._seed)), np.uint8)
-        want = want.reshape(known.size, HASH_BYTES)
-        reused = request.pages.size
-        cache.allocate(rid, known.size)
-        request.wait()
-        self._verify(request, reused, want)
-        self._rows[request.pages[reused:]] = want[reused:]
-        cache.insert(rid, known)
-        lengths = request.lengths
-        self._counts.update(
-            requests=1,
-            touches=len(arrival.prompt),
-            hits=reused,
-            device_hits=lengths.device_len,
-            host_hits=lengths.host_len,
-            loaded=lengths.loaded_len,
-        )
-        cache.release(rid)
-
-    def _verify(self, request: Request, reused: int, want: np.ndarray) -> None:
-        wrong = np.flatnonzero((self._rows[request.pages[:reused]] != want[:reused]).any(axis=1))
-        if wrong.size:
-            raise HikvError(
-                f"request {request.rid}: {wrong.size} of {reused} reused pages hold other bytes "
-                f"than their prefix, the first is page {wrong[0]} of the prompt"
-            )
 
 
 def estimate_of(row: Row, workload: Workload, args: argparse.Namespace) -> float:

@@ -10,7 +10,9 @@ import pytest
 from hikv.cli import main as hikv
 from hikv.errors import ArgumentError, CapacityError, HikvError
 from perf.__main__ import main
-from perf.replay import Player, replay
+from perf.player import Player
+from perf.replay import replay
+from perf.sharded import compare
 from perf.traces import WORKLOADS, Arrival, Workload, make_workload, read_trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -89,10 +91,10 @@ def test_any_policy_and_any_size_reuses_right_bytes(policy: str) -> None:
 def test_a_wrong_byte_is_found() -> None:
     player = Player(workload([1, 2]), 4, 0.0, {})
     player.play()
-    player._rows[1, 0] ^= 1
-    with pytest.raises(HikvError, match="1 of 2 reused pages hold other bytes"):
+    player._rows[0][1, 0] ^= 1
+    with pytest.raises(HikvError, match="rank 0: 1 of 2 reused pages hold other bytes"):
         player.play()
-    player.cache.close()
+    player.caches[0].close()
 
 
 def test_outputs_are_cached_with_their_prompts() -> None:
@@ -141,6 +143,98 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, text: str, message: str) -
     trace.write_text(text)
     with pytest.raises(ArgumentError, match=message):
         read_trace(trace)
+
+
+BACK_AND_FORTH = workload([1, 2, 3], [4, 5, 6], [1, 2, 3])
+SETTINGS = {"eviction": "lru", "granularity": "segment", "write_policy": "write_through"}
+
+
+def test_sharding_turns_hits_of_the_host_into_hits_of_the_gpu() -> None:
+    """Three pages a GPU. Replicated, the second prompt pushes out the first, which comes back from
+    the host; sharded, two GPUs hold both. Either way three of nine pages are reused."""
+    row = compare(BACK_AND_FORTH, 3, 2, 1.0, SETTINGS)
+    replicated, sharded = row["replicated"], row["sharded"]
+    figures = ("gpu_hit_tokens", "host_served_tokens", "hit_tokens", "backed_up_tokens")
+    assert [replicated[name] for name in figures] == [0, 3 * 64, 3 * 64, 6 * 64]
+    assert [sharded[name] for name in figures] == [3 * 64, 0, 3 * 64, 6 * 64]
+    assert (row["ranks"], row["capacity"], row["host_pages"]) == (2, 3, 3)
+    assert row["difference"] == {
+        "gpu_hit_rate_points": pytest.approx(100 / 3),
+        "hit_rate_points": 0.0,
+        "gpu_hit_tokens_percent": None,
+        "host_served_tokens_percent": -100.0,
+        "hit_tokens_percent": 0.0,
+    }
+
+
+def test_both_ways_have_the_same_host_memory() -> None:
+    """Four prompts of three pages, one GPU's worth each; hosts of two ranks hold two prompts."""
+    made = workload([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [7, 8, 9])
+    row = compare(made, 3, 2, 1.0, SETTINGS)
+    assert row["replicated"]["host_served_tokens"] == 3 * 64
+    assert row["sharded"]["gpu_hit_tokens"] == 3 * 64
+    row = compare(workload([1, 2, 3], *([n, n, n] for n in range(4, 9)), [1, 2, 3]), 3, 2, 1.0, {})
+    assert row["replicated"]["hit_tokens"] == row["sharded"]["hit_tokens"] == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_ranks_in_lock_step_keep_the_same_books(policy: str, num_ranks: int) -> None:
+    """Under pressure, with splits, and every reused byte compared on its owner."""
+    made = workload(*([n % 5, 10 + n % 3, 20 + n % 7, 30 + n] for n in range(60)))
+    settings = SETTINGS | {"write_policy": policy}
+    for capacity, ratio in ((2, 0.5), (3, 2.0), (2, 4.0)):
+        row = compare(made, capacity * num_ranks, num_ranks, ratio, settings)
+        again = compare(made, capacity * num_ranks, num_ranks, ratio, settings)
+        assert row == again, "hits depend on no timing"
+        assert row["sharded"]["gpu_hit_tokens"] >= row["replicated"]["gpu_hit_tokens"]
+        player = Player(made, 4, ratio, settings, num_ranks=num_ranks)
+        found = player.play()
+        player.finish()
+        assert found["hits"] == found["device_hits"] + found["loaded"]
+        assert found["evicted_device"] > 0
+
+
+def test_one_rank_is_the_same_both_ways() -> None:
+    row = compare(BACK_AND_FORTH, 3, 1, 2.0, SETTINGS)
+    assert row["replicated"] == row["sharded"]
+
+
+def test_a_rank_that_differs_is_named() -> None:
+    player = Player(BACK_AND_FORTH, 3, 0.0, {}, num_ranks=2)
+    player.caches[1].acquire("stranger", [])
+    player.caches[1].allocate("stranger", 1)
+    with pytest.raises(HikvError, match="request 0: the page table on rank 1 is not that on rank"):
+        player.play()
+
+
+def test_a_wrong_byte_is_found_on_its_owner() -> None:
+    player = Player(workload([1, 2]), 4, 0.0, {}, num_ranks=2)
+    player.play()
+    player._rows[1][0, 0] ^= 1
+    with pytest.raises(HikvError, match=r"rank 1: 1 of 2 .* the first is page 1 of the prompt"):
+        player.play()
+
+
+def test_the_comparison_as_json_and_as_tables_that_say_what_is_simulated(tmp_path, capsys) -> None:
+    options = ["replay", "A", "--capacity", "100,300", "--host-ratio", "1", "--cp", "4"]
+    assert main([*options, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["capacity"], row["host_pages"]) for row in rows] == [(100, 100), (300, 300)]
+    for row in rows:
+        for kind in ("replicated", "sharded"):
+            assert row[kind]["requests"] == 400
+            assert row[kind]["prompt_tokens"] == 400 * 36 * 64
+            assert row[kind]["hit_tokens"] == 399 * 32 * 64
+    assert main(options) == 0
+    out = capsys.readouterr().out
+    assert "A on 4 ranks: 400 requests" in out
+    assert "one process" in out
+    assert "nothing is timed" in out
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "cp.png"
+    assert main([*options, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_request_that_does_not_fit_is_refused() -> None:
