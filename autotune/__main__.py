@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hikv.console import until_reader_leaves
 from hikv.device import cpu_numa_nodes, device_info, numa_mismatch, probe_failure
 from hikv.env import read_env
 from hikv.errors import ArgumentError, HikvError
@@ -167,4 +168,4 @@ def _file(arguments: list[str]) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_reader_leaves(main))

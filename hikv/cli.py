@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 
+from hikv.console import until_reader_leaves
 from hikv.errors import HikvError
 
 USAGE = """usage: hikv COMMAND …
@@ -23,19 +22,10 @@ USAGE = """usage: hikv COMMAND …
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 1 for a failed check, 2 for a refusal.
-
-    Where the output's reader has gone, 141, as of a program that SIGPIPE ended.
-    """
+    """Run one command; returns its exit code: 0, 1 for a failed check, 2 for a refusal."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        code = _run(command, rest)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # The reader has seen enough. Python flushes once more at exit, and would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return until_reader_leaves(lambda: _run(command, rest))
     except HikvError as error:
         print(f"hikv {command}: {error}", file=sys.stderr)
         return 2

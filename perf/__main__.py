@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hikv.console import until_reader_leaves
 from hikv.errors import HikvError
 
 from . import (
@@ -58,4 +59,4 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m perf") -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_reader_leaves(main))

@@ -66,9 +66,9 @@ def present(
     panels: Callable[[], Mapping[str, Sequence[Series]]],
     **axes: str,
 ) -> None:
-    """Print a report, write what was asked for, and `draw` its panels, titled by its header."""
-    print(report.terminal())
+    """Write what was asked for, print a report, and `draw` its panels, titled by its header."""
     write_outputs(report, args)
+    print(report.terminal())
     if args.plot is not None:
         draw(f"{report.command}: {report.kind}\n{report.subject}", panels(), args.plot, **axes)
 

@@ -11,12 +11,15 @@ import pytest
 from hikv.cli import main
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [["hikv", "doctor"], ["hikv", "doctor", "--json"], ["hikv"], ["perf", "replay", "A"]],
+)
 def test_a_reader_that_goes_away_is_no_error(arguments):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as output:
-        command = [sys.executable, "-m", "hikv", *arguments]
+        command = [sys.executable, "-m", *arguments]
         ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 141
     assert ended.stderr == ""

@@ -1,0 +1,21 @@
+"""What every command line here does with its output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+
+def until_reader_leaves(run: Callable[[], int]) -> int:
+    """The exit code of `run`; 141 where the reader of the output has gone, as of a program that
+    SIGPIPE ended."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has seen enough. Python flushes once more at exit, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
