@@ -64,3 +64,11 @@ class GatherError(HikvError, RuntimeError):
     def __init__(self, reason: str, *, remedy: str) -> None:
         self.reason, self.remedy = reason, remedy
         super().__init__(f"{reason}; {remedy}")
+
+
+def check_type(argument: str, value: object, kind: type, *, remedy: str) -> None:
+    """Raise `ArgumentError` unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            argument, expected=f"a {kind.__name__}", got=type(value).__name__, remedy=remedy
+        )

@@ -132,7 +132,7 @@ def list_layouts(*, latent: bool = False) -> tuple[str, ...]:
 
 def get_layout(name: str) -> Layout:
     """The layout called `name`; raises `ArgumentError` naming the choices."""
-    if name not in _TABLE:
+    if not isinstance(name, str) or name not in _TABLE:
         raise ArgumentError(
             "layout",
             expected=f"one of {', '.join(_TABLE)}",

@@ -72,6 +72,10 @@ def pages_of_slots(
     message calls them. Slots on the GPU are read back, which waits for its current stream.
     """
     flat = _as_int64(name, slots, "slots")
+    if page_size < 1:
+        raise ArgumentError(
+            "page_size", expected="1 or more", got=page_size, remedy="pass the spec's page_size"
+        )
     if len(flat) % page_size:
         raise ArgumentError(
             name,
@@ -129,7 +133,10 @@ def _as_int64(
         given = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
         array = np.asarray(given)
         got = f"{array.dtype} of shape {array.shape}"
-    except (TypeError, ValueError) as error:  # a dtype that numpy lacks, or a ragged list
+        if isinstance(given, list | tuple) and bool in map(type, given):  # numpy makes it 0 or 1
+            array, got = np.empty(()), "bool among them"
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # A dtype that numpy lacks, a ragged list, or a tensor without memory.
         array, got = np.empty(()), str(error)
     if array.size == 0 and not isinstance(values, np.ndarray | torch.Tensor):
         array = array.astype(np.int64)  # an empty list has no dtype of its own

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, check_type
 from hikv.pages import check_disjoint, check_pages
 from hikv.region import Region
 
@@ -230,10 +230,12 @@ def plan_transfer(
             is all.
 
     Raises:
-        ArgumentError: different geometry, head grids that do not nest, layers out of range, page
+        ArgumentError: no buffer, different geometry, head grids that do not nest, layers out of range, page
             ids of another dtype, out of range, of unequal length, or twice in the destination, or
             memory that source and destination share.
     """
+    for name, buffer in (("src", src), ("dst", dst)):
+        check_type(name, buffer, KVBuffer, remedy="see the memory through a KVBuffer")
     _check_geometry(src, dst)
     span = _check_layers(layers, src.spec.num_layers)
     src_ids = check_pages("src_pages", src_pages, src.num_pages)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, check_type
 from hikv.layout import AXES, Placement
 from hikv.spec import Component, KVSpec
 
@@ -201,6 +201,7 @@ def read_layers(
         )
     first = tensors[0]
     for i, tensor in enumerate(tensors):
+        check_type(f"{name}[{i}]", tensor, torch.Tensor, remedy="pass the engine's own tensors")
         same = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if same != (first.shape, first.stride(), first.dtype, first.device):
             raise ArgumentError(

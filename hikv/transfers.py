@@ -14,7 +14,7 @@ import torch
 
 from hikv.buffer import KVBuffer
 from hikv.device import device_info
-from hikv.errors import ArgumentError, PathUnavailable
+from hikv.errors import ArgumentError, PathUnavailable, check_type
 from hikv.kernels.copy_engine import PATH as COPY_ENGINE
 from hikv.kernels.reference import PATH as CPU
 from hikv.kernels.relayout import PATH as REGISTERS
@@ -150,6 +150,8 @@ def transfer(
     """
     fences = _check_fences(after)
     _check_quota(path, block_quota)
+    if stream is not None:
+        check_type("stream", stream, torch.cuda.Stream, remedy="pass one, or None")
     plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
     choice = _choose(plan, path, block_quota, layerwise)
     reason = obstacle(choice.path, plan)
@@ -280,7 +282,7 @@ def _check_fences(after: Fence | Iterable[Fence] | None) -> list[Fence]:
 
 
 def _check_quota(path: str | None, block_quota: int | None) -> None:
-    if path is not None and path not in PATHS:
+    if path is not None and (not isinstance(path, str) or path not in PATHS):
         raise ArgumentError(
             "path",
             expected=f"None or one of {', '.join(PATHS)}",

@@ -57,6 +57,7 @@ class Refusal:
     call: Callable[[], object]
 
 
+META_IDS = torch.zeros(1, dtype=torch.int64, device="meta")
 shared = pool()
 overlapping = torch.zeros(3, 4, 4, 8, dtype=BF16)
 
@@ -80,6 +81,7 @@ REFUSALS = [
     Refusal("first_head", "int >= 0", "'0'", lambda: replace(SPEC, first_head="0")),
     # layout.py
     Refusal("layout", "layer_first, page_head", "'page-first'", lambda: get_layout("page-first")),
+    Refusal("layout", "layer_first, page_head", "['page']", lambda: get_layout(["page"])),
     Refusal("layout", "for latent rows", "'page_head'", lambda: pool(LATENT, name="page_head")),
     # buffer.py: a pool of ours
     Refusal("num_pages", "at least 1", "0", lambda: pool(num_pages=0)),
@@ -237,6 +239,12 @@ REFUSALS = [
         "v_layers[1] 0 B away",
         lambda: from_layers([overlapping, *kv_layers(count=1)], [*kv_layers(count=1), overlapping]),
     ),
+    Refusal(
+        "k_layers[1]",
+        "a Tensor",
+        "ndarray",
+        lambda: from_layers([*kv_layers(count=1), np.zeros((3, 4, 4, 8))]),
+    ),
     # pages.py
     Refusal("p", "int32 or int64 page ids", "float64", lambda: check_pages("p", [0.5], 4)),
     Refusal("p", "int32 or int64", "bool", lambda: check_pages("p", np.ones(4, dtype=bool), 4)),
@@ -247,15 +255,20 @@ REFUSALS = [
     Refusal("p", "one-dimensional", "(1, 2)", lambda: check_pages("p", [[0, 1]], 4)),
     Refusal("p", "one-dimensional", "inhomogeneous", lambda: check_pages("p", [[0], [1, 2]], 4)),
     Refusal("p", "one-dimensional", "shape ()", lambda: check_pages("p", None, 4)),
+    Refusal("p", "int32 or int64", "bool", lambda: check_pages("p", [True, 1], 4)),
+    Refusal("p", "int32 or int64", "meta", lambda: check_pages("p", META_IDS, 4)),
     Refusal("p[2]", "0..3", "4", lambda: check_pages("p", [0, 3, 4, 9], 4)),
     Refusal("p[1]", "0..3", "-1", lambda: check_pages("p", [0, -1], 4)),
     Refusal("p[3]", "once", "page 2 again", lambda: check_pages("p", [2, 0, 1, 2], 4, unique=True)),
     Refusal("s", "whole pages of 4", "3 slots", lambda: pages_of_slots([0, 1, 2], 4, name="s")),
+    Refusal("page_size", "1 or more", "0", lambda: pages_of_slots([0], 0)),
     Refusal("s", "int64 slots", "float64", lambda: pages_of_slots([0.0] * 4, 4, name="s")),
     Refusal("s[3]", "slot 11", "12", lambda: pages_of_slots([8, 9, 10, 12], 4, name="s")),
     Refusal("s[0]", "slot 8", "11", lambda: pages_of_slots([11, 10, 9, 8], 4, name="s")),
     Refusal("s[4]", "slot 4", "5", lambda: pages_of_slots([0, 1, 2, 3, 5, 6, 7, 8], 4, name="s")),
     # plan.py
+    Refusal("src", "a KVBuffer", "Tensor", lambda: plan_transfer(META_IDS, pool(), [0], [0])),
+    Refusal("dst", "a KVBuffer", "NoneType", lambda: plan_transfer(pool(), None, [0], [0])),
     Refusal(
         "dst",
         "num_kv_heads 4, rows 2 × kv of 8 as in src",

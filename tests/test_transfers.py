@@ -71,6 +71,8 @@ def test_the_fence_is_never_implied():
         ({"after": 7}, "after", "producer"),
         ({"after": [None]}, "after", "producer"),
         ({"path": "gpu"}, "path", "choose"),
+        ({"path": ["cpu"]}, "path", "choose"),
+        ({"stream": "main"}, "stream", "None"),
         ({"block_quota": -1}, "block_quota", "whole number"),
         ({"block_quota": True}, "block_quota", "whole number"),
         ({"block_quota": 1.5}, "block_quota", "whole number"),
