@@ -8,7 +8,7 @@ here guesses: a layout is declared, strides are read, and a mismatch is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
@@ -202,6 +202,24 @@ class KVBuffer:
     def extents(self) -> tuple[tuple[int, int], ...]:
         """Address ranges `[low, high)` that this buffer may touch, sorted."""
         return tuple(sorted(e for region in self.regions for e in region.extents()))
+
+    def layer_range(self, start: int, stop: int) -> KVBuffer:
+        """Layers `start` to `stop`, counted from this buffer's first, as a buffer of their own.
+
+        A view: it holds the same pages, and keeps the memory alive as this buffer does. Raises
+        `ArgumentError` for layers that are not here.
+        """
+        if not 0 <= start < stop <= self.spec.num_layers:
+            raise ArgumentError(
+                "start, stop",
+                expected=f"at least one layer within 0..{self.spec.num_layers}",
+                got=f"{start}, {stop}",
+                remedy="count layers from the buffer's first layer",
+            )
+        first = self.spec.first_layer + start
+        spec = replace(self.spec, num_layers=stop - start, first_layer=first)
+        regions = tuple(region.for_layers(start, stop) for region in self.regions)
+        return replace(self, spec=spec, regions=regions)
 
     def logical(self, pages: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """A copy of `pages` in canonical order, whatever the layout; for tests and tools.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hikv.cache.config import HiCacheConfig
+from hikv.cache.draft import DraftMode
 from hikv.cache.hiradix import ANYONE, HiRadixCache
 from hikv.cache.lanes import CopyFailed, CopyRequest
 from hikv.cache.node import DEVICE, HOST, Namespace
@@ -31,6 +32,7 @@ def small_cache(
     host_pages: int = 16,
     *,
     specs: KVSpec | dict[str, KVSpec] | None = None,
+    drafts: dict[str, DraftMode] | None = None,
     owners: int = 1,
     lanes: tuple | None = None,
     on_event=None,
@@ -43,7 +45,7 @@ def small_cache(
     device = DevicePool.empty(specs or spec(page_size), "layer_first", device_pages)
     if owners > 1:
         device = DevicePool(device.buffers, num_owners=owners)
-    host = HostPool.beside(device, config, num_pages=host_pages)
+    host = HostPool.beside(device, config, num_pages=host_pages, drafts=drafts)
     for pool in (device, host):
         for buffer in pool.buffers.values():
             for page in range(buffer.num_pages):

@@ -61,7 +61,7 @@ FLOORS = (
     ("hikv/cache/allocator.py",),
     ("hikv/cache/node.py",),
     ("hikv/cache/eviction.py", "hikv/cache/audit.py"),
-    ("hikv/cache/config.py",),
+    ("hikv/cache/config.py", "hikv/cache/draft.py"),
     ("hikv/cache/structure.py",),
     ("hikv/cache/tiers.py",),
     ("hikv/cache/tree.py",),

@@ -18,6 +18,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
 from hikv.errors import HikvError
+from hikv.spec import KVSpec
 from hikv.transfers import Transfer, transfer
 
 Fence: TypeAlias = "torch.cuda.Stream | torch.cuda.Event | threading.Event"
@@ -45,7 +46,8 @@ class CopyRequest:
     """What a lane is asked to do.
 
     Attributes:
-        buffers: `(source, destination)` pairs that share their page ids.
+        buffers: `(source, destination)` pairs that share their page ids; the first is the one whose
+            layers a forward pass counts.
         src_pages, dst_pages: page ids inside the buffers, in prompt order.
         fences: what must have passed before the copy begins.
         layerwise: whether `Copy.wait_layer` shall return as soon as its layer is in.
@@ -59,8 +61,19 @@ class CopyRequest:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the deepest buffer."""
-        return max(source.spec.num_layers for source, _ in self.buffers)
+        """Layers that a forward pass counts: those of the first buffer."""
+        return self.buffers[0][0].spec.num_layers
+
+    def due(self, layer: int, spec: KVSpec) -> int:
+        """How many layers of a buffer of `spec` must be in before `layer` is computed.
+
+        Those that the model numbers no higher (`first_layer` of both specs tells), and before the
+        last layer all: what follows the forward pass, as a draft model's, is in with it.
+        """
+        if layer + 1 >= self.num_layers:
+            return spec.num_layers
+        passed = self.buffers[0][0].spec.first_layer + layer + 1 - spec.first_layer
+        return min(max(passed, 0), spec.num_layers)
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +103,7 @@ class Copy(Protocol):
         """
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """The same for one layer, counted from the buffers' first."""
+        """The same for what is `due` at one layer, counted from the first buffer's first."""
 
     def synchronize(self) -> None:
         """Block the calling thread until `done()`; never raises for a failed copy."""
@@ -186,16 +199,18 @@ class ThreadCopy:
             assert isinstance(fence, threading.Event)
             while not (fence.wait(_WITHDRAWN_CHECK) or self._withdrawn):
                 pass
-        steps = [(layer, layer + 1) for layer in range(request.num_layers)]
-        for layers in steps if request.layerwise else [(0, request.num_layers)]:
+        last = request.num_layers - 1
+        moved = [0] * len(request.buffers)
+        for layer in range(request.num_layers) if request.layerwise else [last]:
             if self._withdrawn:
                 raise CopyFailed("the copy was withdrawn")
-            for source, target in request.buffers:
-                span = (layers[0], min(layers[1], source.spec.num_layers))
+            for i, (source, target) in enumerate(request.buffers):
+                span = (moved[i], request.due(layer, source.spec))
                 if span[0] < span[1]:
                     pages = request.src_pages, request.dst_pages
                     transfer(source, target, *pages, after=None, layers=span)
-            self._publish(layers[1])
+                    moved[i] = span[1]
+            self._publish(layer + 1)
 
 
 class StreamLane:
@@ -271,9 +286,9 @@ class StreamCopy:
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Make `stream` wait until `layer` is in; raises as `wait` does."""
         self._refuse()
-        for moved in self._transfers:
-            if layer < moved.plan.layers[1]:
-                moved.wait_layer(layer, stream)
+        for (source, _), moved in zip(self._request.buffers, self._transfers, strict=True):
+            if count := self._request.due(layer, source.spec):
+                moved.wait_layer(count - 1, stream)
 
     def synchronize(self) -> None:
         """Block until the stream has passed it."""

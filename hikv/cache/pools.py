@@ -1,8 +1,11 @@
 """The two pools of pages: L1 on the GPU, an engine's tensors or our own, and L2 in host memory.
 
 A pool is one or several buffers that share their page ids (KV, and what rides along with it: an
-indexer's rows, scales, draft layers) and one allocator. So one page costs the sum of all buffers'
-bytes per page, and the host pool holds as many pages as that sum fits into its budget.
+indexer's rows, scales, a draft model's) and one allocator. So one page costs the sum of all
+buffers' bytes per page, and the host pool holds as many pages as that sum fits into its budget.
+
+All buffers are copied as one: a page has arrived when all of it has. The first buffer is the one
+whose layers a forward pass counts when it waits for a load-back layer by layer.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds, RotatingAllocator
 from hikv.cache.config import HiCacheConfig
+from hikv.cache.draft import DraftMode, host_buffers
 from hikv.errors import ArgumentError, CapacityError
 from hikv.host_memory import Budget
 from hikv.pinned import pinned_budget
@@ -50,7 +54,8 @@ class PagePool:
                 "buffers",
                 expected="at least one, all of as many pages of as many tokens on one device",
                 got=", ".join(f"{name}: {buffer}" for name, buffer in named.items()) or "none",
-                remedy="give riding buffers the page count of the main one",
+                remedy="give riding buffers the page count and page size of the main one; "
+                "KVBuffer.from_layers sees slots in pages of any size",
             )
         local_pages, self.page_size, self.device = facts.pop()
         if not 0 <= owner < num_owners or not 0 <= reserved < local_pages:
@@ -124,6 +129,7 @@ class HostPool(PagePool):
         *,
         num_pages: int | None = None,
         budget: Budget | None = None,
+        drafts: Mapping[str, DraftMode] | None = None,
     ) -> HostPool:
         """Allocate what holds the pages of `device_pool`: its geometry, read off its buffers.
 
@@ -133,9 +139,12 @@ class HostPool(PagePool):
                 differ in bytes get different counts from one size; all must then use the least.
             budget: what it must fit into; default `pinned_budget()`, which knows the host's free
                 memory, the cgroup's limit and `HIKV_PINNED_BUDGET`.
+            drafts: which of the buffers hold a draft model's state, `Packed` behind the target's
+                layers or `Sidecar`. Whatever is not named has a host buffer of its own.
 
         Raises `CapacityError` with required and available bytes when it does not fit, or is less
-        than one page. Nothing is allocated then.
+        than one page, and `ArgumentError` for a draft that cannot be kept as declared. Nothing is
+        allocated then.
         """
         config = (config or HiCacheConfig()).normalized()
         page_bytes, owners = device_pool.bytes_per_page, device_pool.num_owners
@@ -151,8 +160,6 @@ class HostPool(PagePool):
             )
         assert config.mem_layout is not None
         pinned = device_pool.device.type != "cpu"
-        buffers = {
-            name: KVBuffer.empty(buffer.spec, config.mem_layout, num_pages, pinned=pinned)
-            for name, buffer in device_pool.buffers.items()
-        }
+        specs = {name: buffer.spec for name, buffer in device_pool.buffers.items()}
+        buffers = host_buffers(specs, drafts or {}, config.mem_layout, num_pages, pinned=pinned)
         return cls(buffers, num_owners=owners, owner=device_pool.owner)

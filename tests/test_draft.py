@@ -1,0 +1,497 @@
+"""Draft state: where it lies on the host, and that it comes and goes with the target's pages."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from cache_cases import fill, holds, on_host, serve, settle, small_cache, wrong_pages
+from cases import (
+    GAP,
+    assert_bytes,
+    head_specs,
+    latent_specs,
+    logical_bytes,
+    per_layer,
+    random_rows,
+    stay,
+    wide_specs,
+)
+from oracle import LATENT_ORDERS, ORDERS, pack
+
+from hikv.buffer import KVBuffer
+from hikv.cache import lanes
+from hikv.cache.config import HiCacheConfig
+from hikv.cache.draft import Packed, Sidecar, host_buffers
+from hikv.cache.hiradix import ANYONE, HiRadixCache
+from hikv.cache.lanes import CopyFailed, CopyRequest, StreamLane, ThreadLane
+from hikv.cache.pools import DevicePool, HostPool
+from hikv.errors import ArgumentError, DriverError
+from hikv.host_memory import Budget
+from hikv.kernels.reference import reference
+from hikv.pinned import allocate_pinned
+from hikv.plan import plan_transfer
+from hikv.spec import KVSpec
+
+BF16, U8 = torch.bfloat16, torch.uint8
+PATIENCE = 30  # seconds, only ever spent by a test that fails
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+TARGET = KVSpec(4, 4, 8, 2, BF16, head_group=2)
+INDEXER = KVSpec(4, 1, 12, 2, U8, latent=True)
+SPECS = {
+    "kv": TARGET,
+    "indexer": INDEXER,
+    "draft": replace(TARGET, num_layers=1, first_layer=4),
+    "draft_indexer": replace(INDEXER, num_layers=1, first_layer=4),
+}
+PACKED = {"draft": Packed("kv"), "draft_indexer": Packed("indexer")}
+SIDECAR = {
+    "draft": Sidecar("kv", layout="page_first_direct"),
+    "draft_indexer": Sidecar("indexer", layout="page_first"),
+}
+MODES = pytest.mark.parametrize("drafts", [PACKED, SIDECAR], ids=["packed", "sidecar"])
+KINDS = {"heads": head_specs, "latent": latent_specs, "wide": wide_specs}
+LAYOUTS = [
+    (kind, layout) for kind in KINDS for layout in (LATENT_ORDERS if kind == "latent" else ORDERS)
+]
+
+
+# Where it lies.
+
+
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_packed_layers_follow_those_of_the_target_in_one_allocation(kind, layout):
+    """The memory is that of one model with the layers of all three, as the oracle packs it."""
+    spec = next(KINDS[kind](BF16))
+    specs = {"kv": spec} | {
+        name: replace(spec, num_layers=count) for name, count in (("draft", 2), ("second", 1))
+    }
+    drafts = {"draft": Packed(), "second": Packed()}
+    buffers = host_buffers(specs, drafts, layout, 5, pinned=False)
+    assert list(buffers) == list(specs)
+    assert {name: buffer.spec for name, buffer in buffers.items()} == specs
+    memory = buffers["kv"].regions[0].anchors[0, 0].fill_(GAP)
+    rng = np.random.default_rng(0)
+    rows = {name: random_rows(own, 5, rng) for name, own in specs.items()}
+    pages = np.array([4, 1, 0, 3, 2])
+    for name, own in specs.items():
+        reference(per_layer(own, rows[name], stay).buffer, buffers[name], pages, pages)
+    stacked = [np.concatenate(arrays, 1) for arrays in zip(*rows.values(), strict=True)]
+    assert_bytes(memory.numpy(), pack(layout, stacked, spec.heads_per_group), "host")
+
+
+def test_a_sidecar_has_memory_and_a_layout_of_its_own():
+    pool = HostPool.beside(gpu_pool(), HiCacheConfig(mem_layout="page_unified"), drafts=SIDECAR)
+    assert {name: buffer.layout for name, buffer in pool.buffers.items()} == {
+        "kv": "page_unified",
+        "indexer": "page_unified",
+        "draft": "page_first_direct",
+        "draft_indexer": "page_first",
+    }
+    starts = {buffer.regions[0].anchors[0, 0].data_ptr() for buffer in pool.buffers.values()}
+    assert len(starts) == 4
+
+
+@MODES
+def test_the_drafts_bytes_count_when_host_pages_are_counted(drafts):
+    assert gpu_pool().bytes_per_page == 2 * (5 * 4 * 8 * 2 * 2 + 5 * 12) == 1_400
+    budget, config = Budget(10**6, 10**6, "a test"), HiCacheConfig(host_size_gb=14_000e-9)
+    pool = HostPool.beside(gpu_pool(), config, budget=budget, drafts=drafts)
+    assert pool.num_pages == 10
+    assert {buffer.num_pages for buffer in pool.buffers.values()} == {10}
+    storages = {
+        buffer.regions[0].anchors[0, 0].untyped_storage().data_ptr(): buffer.regions[0]
+        for buffer in pool.buffers.values()
+    }
+    held = sum(r.anchors[0, 0].untyped_storage().nbytes() for r in storages.values())
+    assert held == 14_000
+
+
+def test_packed_views_share_pinned_memory_until_the_last_is_gone(monkeypatch):
+    """Page-locked once, with a page of both models as what no registration border may cut."""
+    registry = Registry()
+    specs = {name: SPECS[name] for name in ("kv", "draft")}
+    page_bytes = sum(spec.bytes_per_page for spec in specs.values())
+    one_page = partial(
+        allocate_pinned,
+        register=registry,
+        budget=Budget(10**9, 10**9, "a test"),
+        chunk_bytes=page_bytes,
+    )
+    monkeypatch.setattr("hikv.buffer.allocate_pinned", one_page)
+    buffers = host_buffers(specs, {"draft": Packed()}, "page_unified", 3, pinned=True)
+    assert all(buffer.pinned for buffer in buffers.values())
+    assert [nbytes for _, nbytes in registry.held] == [page_bytes] * 3
+    del buffers["kv"]
+    gc.collect()
+    assert len(registry.held) == 3
+    assert buffers["draft"].logical([2]).numel()
+    del buffers["draft"]
+    gc.collect()
+    assert registry.held == []
+
+
+class Registry:
+    """What is page-locked at the moment."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, int]] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.held.append((address, nbytes))
+
+    def unregister(self, address: int) -> None:
+        self.held = [entry for entry in self.held if entry[0] != address]
+
+
+def test_whole_pages_of_packed_models_are_a_copy_each():
+    """From a scratch in the host's layout, three pages in a row; alone they would be one copy."""
+    for layout, copies in (("page_first_direct", 3), ("page_unified", 3), ("page_first", 12)):
+        spec = KVSpec(6, 1, 16, 4, BF16, latent=True)
+        specs = {"kv": spec, "draft": replace(spec, num_layers=2)}
+        for drafts, wanted in (({}, 1), ({"draft": Packed()}, copies)):
+            host = host_buffers(specs, drafts, layout, 8, pinned=False)
+            for name, own in specs.items():
+                scratch = KVBuffer.empty(own, layout, 8)
+                plan = plan_transfer(scratch, host[name], [0, 1, 2], [3, 4, 5])
+                assert plan.num_descriptors == wanted
+                from_layers = plan_transfer(
+                    KVBuffer.empty(own, "layer_first", 8), host[name], [0, 1, 2], [3, 4, 5]
+                )
+                per_page = own.num_layers * (4 if layout == "page_first" else 1)
+                assert from_layers.num_descriptors == 3 * per_page
+
+
+def test_rows_do_not_move_between_two_models_in_one_memory():
+    """A copy that would is a mistake, and refused as overlapping memory is."""
+    spec = KVSpec(2, 1, 16, 4, U8)
+    specs = {"kv": spec, "draft": spec}
+    host = host_buffers(specs, {"draft": Packed()}, "page_first", 4, pinned=False)
+    with pytest.raises(ArgumentError, match="overlapping memory"):
+        plan_transfer(host["kv"], host["draft"], [0], [1])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"head_dim": 16}, "rows 2 × kv of 8 as in 'kv'.*got rows 2 × kv of 16"),
+        ({"v_head_dim": 4}, "1 × v of 4"),
+        ({"num_kv_heads": 2}, "num_kv_heads 4 as in 'kv'"),
+        ({"dtype": torch.float16}, "dtype torch.bfloat16 as in 'kv'"),
+        ({"page_size": 4}, "page_size 2 as in 'kv'"),
+        ({"head_group": 4}, "head_group 2 as in 'kv'"),
+        ({"latent": True, "num_kv_heads": 1, "head_group": None}, "1 × latent of 8"),
+    ],
+)
+def test_rows_unlike_the_targets_are_not_packed(change, told):
+    draft = replace(SPECS["draft"], **change)
+    with pytest.raises(ArgumentError, match=told) as error:
+        host_buffers({**SPECS, "draft": draft}, PACKED, "page_first", 4, pinned=False)
+    assert error.value.argument == "draft buffer 'draft'"
+    assert "Sidecar('kv')" in error.value.remedy
+
+
+def test_heads_of_another_place_in_the_model_can_be_packed():
+    """A draft that every tensor rank holds whole, beside a target of which it holds a part."""
+    target = replace(TARGET, first_head=4, total_kv_heads=8)
+    specs = {"kv": target, "draft": SPECS["draft"]}
+    host = host_buffers(specs, {"draft": Packed()}, "page_first", 2, pinned=False)
+    assert {name: buffer.spec for name, buffer in host.items()} == specs
+
+
+@pytest.mark.parametrize(
+    ("drafts", "told"),
+    [
+        ({"drafts": Packed()}, "one of the GPU pool's buffers, kv, indexer, draft"),
+        ({"draft": "packed"}, "Packed or Sidecar"),
+        ({"draft": Packed("window")}, "a buffer of the target.*kv, indexer.*got 'window'"),
+        ({"draft": Sidecar("window")}, "a buffer of the target.*kv, indexer.*got 'window'"),
+        ({"draft": Packed("draft")}, "got 'draft'"),
+        ({**PACKED, "draft": Sidecar("draft_indexer")}, "got 'draft_indexer'"),
+        ({"draft_indexer": Sidecar("indexer", layout="page_head")}, "a layout for latent rows"),
+        ({"draft": Sidecar("kv", layout="")}, "layout: expected one of"),
+    ],
+)
+def test_a_draft_that_follows_nothing_is_refused_before_memory_is_taken(drafts, told, monkeypatch):
+    device = gpu_pool()
+    monkeypatch.setattr(KVBuffer, "empty", None)
+    with pytest.raises(ArgumentError, match=told):
+        HostPool.beside(device, drafts=drafts)
+
+
+def test_pages_of_another_size_have_other_ids():
+    with pytest.raises(ArgumentError, match="slots in pages of any size"):
+        gpu_pool(draft=replace(SPECS["draft"], page_size=4))
+
+
+# When it moves.
+
+
+def gpu_pool(num_pages: int = 12, **specs: KVSpec) -> DevicePool:
+    return DevicePool.empty({**SPECS, **specs}, "layer_first", num_pages)
+
+
+@MODES
+@pytest.mark.parametrize("layout", LATENT_ORDERS)
+def test_three_cached_pages_come_back_to_both_models_in_other_slots(drafts, layout):
+    """The worked example: backed up, evicted, and restored where the GPU has room now."""
+    cache = small_cache(2, 8, 8, specs=SPECS, drafts=drafts, mem_layout=layout)
+    first = serve(cache, PROMPT)
+    settle(cache)
+    cache.evict(3)
+    assert cache.match_prefix(PROMPT).host_len == 6
+    cache.acquire("elsewhere", [9])
+    taken = cache.allocate("elsewhere", 8)
+    for page in range(8):
+        for buffer in cache.device.buffers.values():
+            fill(buffer, page, b"poison")
+    request = cache.acquire("again", PROMPT)
+    assert cache.load_back("again").loaded_len == 6
+    assert set(first.pages) <= set(taken)
+    assert not set(request.pages) & set(taken)
+    request.wait()
+    for name, buffer in cache.device.buffers.items():
+        assert buffer.spec == SPECS[name]
+    assert wrong_pages(cache.device, request.pages, ANYONE, PROMPT) == []
+    for page in set(range(8)) - set(request.pages):
+        assert all(holds(buffer, page, b"poison") for buffer in cache.device.buffers.values())
+    cache.cancel("again")
+    cache.release("elsewhere")
+    settle(cache)
+    cache.check()
+    cache.close()
+
+
+@pytest.fixture
+def lane():
+    lane = ThreadLane("test")
+    yield lane
+    lane.close()
+
+
+@MODES
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_unsorted_pages_are_the_same_for_every_buffer_in_any_order_of_pairs(
+    drafts, layerwise, lane
+):
+    device, rng = gpu_pool(), np.random.default_rng(0)
+    rows = {name: random_rows(spec, 12, rng) for name, spec in SPECS.items()}
+    pairs = np.array([[9, 3], [2, 11], [7, 0]])
+    for order in ([0, 1, 2], [2, 0, 1], [1, 0, 2]):
+        host = HostPool.beside(device, num_pages=12, drafts=drafts)
+        for buffer in (*device.buffers.values(), *host.buffers.values()):
+            for page in range(12):
+                fill(buffer, page, b"poison")
+        sources = {name: per_layer(SPECS[name], rows[name], stay).buffer for name in SPECS}
+        there, back = pairs[order], pairs[order][:, ::-1] + [0, 1]
+        for src, dst, pages in (
+            (sources, host.buffers, there),
+            (host.buffers, device.buffers, back),
+        ):
+            both = [(src[name], dst[name]) for name in SPECS]
+            lane.submit(CopyRequest(both, *pages.T, (), layerwise=layerwise)).wait()
+        for name, buffer in device.buffers.items():
+            got = buffer.logical(torch.tensor([10, 3, 8])).view(U8).numpy()
+            want = logical_bytes(rows[name], np.array([9, 2, 7]))
+            assert_bytes(got.ravel(), want.ravel(), name)
+            untouched = set(range(12)) - {10, 3, 8}
+            assert all(holds(buffer, page, b"poison") for page in untouched)
+
+
+def layer_log(monkeypatch, buffers, hook=lambda name, layers: None) -> list:
+    """What moves into `buffers` from here on, as `(name, first layer, last + 1)`."""
+    log: list = []
+    names = {buffer: name for name, buffer in buffers.items()}
+    real = lanes.transfer
+
+    def transfer(source, target, *pages, layers, **options):
+        hook(names[target], layers)
+        real(source, target, *pages, layers=layers, **options)
+        log.append((names[target], *layers))
+
+    monkeypatch.setattr(lanes, "transfer", transfer)
+    return log
+
+
+@MODES
+def test_the_drafts_layers_are_in_before_the_last_layer_is_computed(drafts, lane, monkeypatch):
+    """They are numbered behind the target's, so they hold up none of its layers but the last."""
+    device = gpu_pool()
+    host = HostPool.beside(device, num_pages=12, drafts=drafts)
+    computing = [threading.Event() for _ in range(4)]
+
+    def hook(name, layers):
+        # A layer moves only once the one before it is being computed.
+        if name == "kv" and layers[0]:
+            assert computing[layers[0] - 1].wait(PATIENCE)
+
+    log = layer_log(monkeypatch, device.buffers, hook)
+    both = [(host.buffers[name], device.buffers[name]) for name in SPECS]
+    copy = lane.submit(CopyRequest(both, np.arange(3), np.arange(3), (), layerwise=True))
+    for layer in range(4):
+        copy.wait_layer(layer)
+        log.append(f"target computes {layer}")
+        computing[layer].set()
+    log.append("draft computes")
+    moved = [[("kv", n, n + 1), ("indexer", n, n + 1)] for n in range(4)]
+    assert log == [
+        *moved[0],
+        "target computes 0",
+        *moved[1],
+        "target computes 1",
+        *moved[2],
+        "target computes 2",
+        *moved[3],
+        ("draft", 0, 1),
+        ("draft_indexer", 0, 1),
+        "target computes 3",
+        "draft computes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "steps"),
+    [
+        (14, 2, [0, 0, 0, 2]),  # behind the target's
+        (0, 2, [2, 2, 2, 2]),  # numbered by itself, on a stage that is not the first
+        (10, 2, [1, 2, 2, 2]),  # beside its first layers
+        (12, 9, [0, 0, 1, 9]),  # deeper than the target's stage
+        (10, 9, [1, 2, 3, 9]),
+    ],
+)
+def test_what_is_due_at_each_layer_follows_the_models_numbering(
+    first, count, steps, lane, monkeypatch
+):
+    specs = {
+        "kv": KVSpec(4, 1, 4, 2, U8, first_layer=10),
+        "draft": KVSpec(count, 1, 4, 2, U8, first_layer=first),
+    }
+    device = DevicePool.empty(specs, "layer_first", 4)
+    host = HostPool.beside(device, num_pages=4, drafts={"draft": Packed()})
+    for buffer in host.buffers.values():
+        fill(buffer, 1, b"there")
+    log = layer_log(monkeypatch, device.buffers)
+    both = [(host.buffers[name], device.buffers[name]) for name in specs]
+    request = CopyRequest(both, np.array([1]), np.array([3]), (), layerwise=True)
+    assert [request.due(layer, specs["draft"]) for layer in range(4)] == steps
+    assert [request.due(layer, specs["kv"]) for layer in range(4)] == [1, 2, 3, 4]
+    lane.submit(request).wait_layer(3)
+    moved = [entry for entry in log if entry[0] == "draft"]
+    ends = [0, *dict.fromkeys(step for step in steps if step)]
+    assert moved == [("draft", start, stop) for start, stop in pairwise(ends)]
+    assert log[-1][2] == specs[log[-1][0]].num_layers
+    whole = torch.cat([device.buffers[name].logical([3]).flatten() for name in specs])
+    assert torch.equal(whole, torch.cat([host.buffers[n].logical([1]).flatten() for n in specs]))
+
+
+class FakeTransfer:
+    """A queued transfer that writes down what is waited for."""
+
+    def __init__(self, name: str, log: list) -> None:
+        self.name, self.log = name, log
+
+    def wait_layer(self, layer: int, stream: object) -> None:
+        self.log.append((self.name, layer, stream))
+
+
+def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
+    device = gpu_pool()
+    host = HostPool.beside(device, num_pages=12, drafts=PACKED)
+    names = {buffer: name for name, buffer in device.buffers.items()}
+    log: list = []
+    monkeypatch.setattr(lanes, "transfer", lambda _, into, *a, **k: FakeTransfer(names[into], log))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
+    both = [(host.buffers[name], device.buffers[name]) for name in SPECS]
+    request = CopyRequest(both, np.arange(3), np.arange(3), (), layerwise=True)
+    copy = StreamLane(torch.device("cuda")).submit(request)
+    for layer in range(4):
+        copy.wait_layer(layer, "compute")
+        log.append("computes")
+    target = [[(name, layer, "compute") for name in ("kv", "indexer")] for layer in range(4)]
+    draft = [(name, 0, "compute") for name in ("draft", "draft_indexer")]
+    ends = [[], [], [], draft]
+    assert log == [
+        entry for own, rest in zip(target, ends, strict=True) for entry in [*own, *rest, "computes"]
+    ]
+
+
+class FakeStream:
+    def record_event(self) -> None:
+        return None
+
+
+def fail_into(monkeypatch, buffer: KVBuffer) -> None:
+    real = lanes.transfer
+
+    def transfer(source, target, *arguments, **options):
+        if target is buffer:
+            raise DriverError("memcpy", 700, "CUDA_ERROR", remedy="none")
+        return real(source, target, *arguments, **options)
+
+    monkeypatch.setattr(lanes, "transfer", transfer)
+
+
+@MODES
+@pytest.mark.parametrize("name", ["draft", "draft_indexer"])
+def test_a_prefix_whose_draft_was_not_saved_is_not_on_the_host(drafts, name, monkeypatch):
+    cache = small_cache(2, 8, 8, specs=SPECS, drafts=drafts)
+    with monkeypatch.context() as patch:
+        fail_into(patch, cache.host.buffers[name])
+        serve(cache, PROMPT)
+        settle(cache)
+    assert (cache.stats()["host_free"], cache.match_prefix(PROMPT).device_len) == (8, 6)
+    cache.check()
+    cache.evict(8)
+    settle(cache)
+    on_host(cache, PROMPT)
+    assert cache.match_prefix(PROMPT).host_len == 6
+    serve(cache, PROMPT)
+    cache.close()
+
+
+@MODES
+@pytest.mark.parametrize("name", ["draft", "draft_indexer"])
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_draft_that_does_not_come_back_is_a_miss_for_the_target_too(
+    drafts, name, layerwise, monkeypatch
+):
+    cache = small_cache(2, 8, 8, specs=SPECS, drafts=drafts, layerwise=layerwise)
+    on_host(cache, PROMPT)
+    with monkeypatch.context() as patch:
+        fail_into(patch, cache.device.buffers[name])
+        request = cache.acquire("r", PROMPT)
+        assert cache.load_back("r").outcome == "loading"
+        with pytest.raises(CopyFailed):
+            request.wait_layer(3)
+        settle(cache)
+    assert cache.match_prefix(PROMPT).device_len == 0
+    assert request.failed is not None
+    cache.cancel("r")
+    assert cache.stats()["device_free"] == 8
+    cache.check()
+    serve(cache, PROMPT)  # checks the bytes of all four buffers
+    cache.close()
+
+
+def test_each_owner_keeps_the_draft_of_its_own_pages():
+    for owner, count in ((0, 2), (1, 1)):
+        device = DevicePool(gpu_pool(6).buffers, num_owners=2, owner=owner)
+        host = HostPool.beside(device, num_pages=6, drafts=PACKED)
+        config = HiCacheConfig(load_back_threshold=0)
+        cache = HiRadixCache(device, host, config, after=None)
+        on_host(cache, PROMPT)
+        assert (serve(cache, PROMPT).pages % 2).tolist() == [0, 1, 0]
+        settle(cache)
+        moved = cache.metrics.copied_bytes["load_back"].value
+        assert moved == count * device.bytes_per_page
+        cache.close()
