@@ -261,6 +261,22 @@ def test_a_second_compilation_reports_its_own_assembly_too():
     assert first.assembly["ptx"] == second.assembly["ptx"]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_streaming_hints_are_on_the_data_and_cost_no_register(target):
+    copy, warp = part(*KINDS["8 groups to layer_first"]), parse_target(target).warp_size
+    plain = default_config(16, warp_size=warp)
+    without, report = (compile_relayout(copy, target, replace(plain, streaming=s)) for s in (0, 1))
+    if target == "gfx942":
+        pattern, hinted = r"global_(load|store)_dwordx4 .*\bnt$", report.assembly["amdgcn"]
+    else:
+        pattern, hinted = r"\b(ld\.global\.cg|st\.global\.cs)\.v2\.b64", report.assembly["ptx"]
+    assert len(re.findall(pattern, hinted, re.MULTILINE)) == 2 * plain.loads
+    assert report.registers == without.registers
+    assert (report.spill_bytes, report.loads_first) == (0, True)
+    assert report.load_widths == without.load_widths
+    assert report.store_widths == {16: plain.loads}
+
+
 @triton.jit
 def _two_copies(src, dst, half):
     lanes = tl.arange(0, 512)

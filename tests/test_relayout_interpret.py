@@ -158,7 +158,14 @@ def test_a_view_that_begins_within_a_vector(form, nbytes, vector_bytes):
 # tiles; the latent ones have an odd number of chunks.
 @pytest.mark.parametrize(
     "config",
-    [Config(1, 1), Config(1, 4), Config(2, 2), Config(2, 16), Config(4, 8, warp_size=16), None],
+    [
+        Config(1, 1),
+        Config(1, 4, streaming=1),
+        Config(2, 2),
+        Config(2, 16),
+        Config(4, 8, warp_size=16),
+        None,
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("block_quota", [1, 2, 5])
@@ -229,6 +236,12 @@ def test_a_config_of_other_than_powers_of_two(field, value):
     with pytest.raises(ArgumentError, match=f"{field}: expected a power of two") as caught:
         Config(**fields)
     assert caught.value.got == repr(value)
+
+
+def test_a_hint_that_is_no_hint():
+    with pytest.raises(ArgumentError, match="streaming: expected 0 or 1") as caught:
+        Config(4, 8, streaming=2)
+    assert caught.value.got == "2"
 
 
 def sparse(nbytes: int) -> torch.Tensor:

@@ -126,6 +126,7 @@ def relayout_kernel(
     PAGE: tl.constexpr,
     WORDS: tl.constexpr,
     SHAPE: tl.constexpr,
+    HINTS: tl.constexpr,
 ):
     """Copy pages; strides and tables count vectors of `WORDS` words of the pointers' type.
 
@@ -133,7 +134,7 @@ def relayout_kernel(
     a tile is `SLICES` slices, a slice `ROWS` chunks. Lanes and rows are the threads, `DEPTH`
     vectors of a slice stay with each, so a thread needs one page id per slice, not one per vector.
     Threads form a single axis: of two, Triton would choose which one makes neighbours, and
-    neighbours must hold neighbouring vectors.
+    neighbours must hold neighbouring vectors. `HINTS` are the cache modifiers of loads and stores.
     """
     SLICES: tl.constexpr = SHAPE[0]
     DEPTH: tl.constexpr = SHAPE[1]
@@ -156,7 +157,7 @@ def relayout_kernel(
                     SRC_SIZES, SRC_ENTRIES, WORDS,
                 )  # fmt: skip
                 valid = (vector < PAGE) & (pair < num_pages)
-                data = data + (tl.load(words, mask=valid[:, None]),)
+                data = data + (tl.load(words, mask=valid[:, None], cache_modifier=HINTS[0]),)
 
         # These ids travel while the data does: this tile's destinations, the next one's sources.
         dst_ids = ()
@@ -178,30 +179,43 @@ def relayout_kernel(
                     DST_SIZES, DST_ENTRIES, WORDS,
                 )  # fmt: skip
                 valid = (vector < PAGE) & (pair < num_pages)
-                tl.store(words, data[i * DEPTH + j], mask=valid[:, None])
+                held = data[i * DEPTH + j]
+                tl.store(words, held, mask=valid[:, None], cache_modifier=HINTS[1])
         tile += step
+
+
+_CORRECT = "correct the config, or the tuned table that it comes from"
 
 
 @dataclass(frozen=True)
 class Config:
     """How a CTA holds its tile: `num_warps` warps of `warp_size` threads, `loads` vectors each.
 
-    Raises `ArgumentError` unless all three are powers of two.
+    `streaming`, 1 or 0, is a hint to the caches that no byte is needed twice: loads pass the L1 by
+    (`.cg`), stores leave the L2 first (`.cs`).
+
+    Raises `ArgumentError` for another hint, and unless all sizes are powers of two.
     """
 
     num_warps: int
     loads: int
     warp_size: int = 32
+    streaming: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        sizes = {"num_warps": self.num_warps, "loads": self.loads, "warp_size": self.warp_size}
+        for name, value in sizes.items():
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 raise ArgumentError(
                     name,
                     expected="a power of two, as the sizes of Triton's tiles are",
                     got=repr(value),
-                    remedy="correct the config, or the tuned table that it comes from",
+                    remedy=_CORRECT,
                 )
+        if self.streaming not in (0, 1):
+            raise ArgumentError(
+                "streaming", expected="0 or 1", got=repr(self.streaming), remedy=_CORRECT
+            )
 
     @property
     def tile(self) -> int:
@@ -240,6 +254,7 @@ def variant(part: PartPlan, config: Config) -> dict[str, Any]:
         "PAGE": part.page_vectors,
         "WORDS": 2 if part.vector_bytes == 16 else 1,
         "SHAPE": (config.loads // depth, depth, threads // lanes, lanes),
+        "HINTS": (".cg", ".cs") if config.streaming else ("", ""),
     }
 
 
