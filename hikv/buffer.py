@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, check_type
 from hikv.layout import get_layout
 from hikv.pinned import allocate_pinned
 from hikv.region import (
@@ -70,8 +70,8 @@ class KVBuffer:
             ArgumentError: unknown layout, `num_pages` not whole or below 1, `pinned` on a device.
             CapacityError: pinned memory beyond the budget; both numbers are in the message.
         """
-        layout_row = get_layout(layout)
-        layout_row.order(spec)
+        check_type("spec", spec, KVSpec, remedy="describe a page by a KVSpec")
+        get_layout(layout).order(spec)
         whole = isinstance(num_pages, int | np.integer) and not isinstance(num_pages, bool)
         if not whole or num_pages < 1:
             raise ArgumentError(
@@ -112,6 +112,7 @@ class KVBuffer:
         Raises `ArgumentError` on another dtype or shape, on strides that overlap, and on bytes cut
         out in the middle of an element.
         """
+        check_type("tensor", tensor, torch.Tensor, remedy="for a list of layers: from_layers")
         pinned = _is_pinned(tensor) if pinned is None else pinned
         if tensor.ndim == 1:
             num_pages = _flat_pages(tensor, spec)

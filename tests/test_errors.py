@@ -239,6 +239,9 @@ REFUSALS = [
         "v_layers[1] 0 B away",
         lambda: from_layers([overlapping, *kv_layers(count=1)], [*kv_layers(count=1), overlapping]),
     ),
+    Refusal("start, stop", "within 0..2", "1, 3", lambda: pool().layer_range(1, 3)),
+    Refusal("spec", "a KVSpec", "NoneType", lambda: KVBuffer.empty(None, "page_first", 4)),
+    Refusal("tensor", "a Tensor", "list", lambda: KVBuffer.from_tensor([], SPEC, "page_first")),
     Refusal(
         "k_layers[1]",
         "a Tensor",
