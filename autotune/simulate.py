@@ -11,10 +11,11 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from hikv.device import DeviceInfo
+from hikv.kernels.copy_boxes import no_rows, num_boxes
 from hikv.measure import Candidate, Measurement, Sample, measure
 
 from .cases import Case
@@ -24,6 +25,10 @@ from .space import Point, bytes_in_flight, littles_law, points
 # descriptors to be made and fetched; the latency of a GPU's own memory; the payload bytes that
 # each run costs a link in headers (the published loss at runs of 256 B is 6 to 14 %).
 _LAUNCH, _CE_CALL, _RING_SETUP, _LOCAL_LATENCY, _RUN_OVERHEAD = 4e-6, 8e-6, 2e-6, 1e-6, 32
+# Seconds the copy engine needs for each row of a box at least: 2²⁰ rows of 1 byte in 2.6 ms
+# (ROCm/rocm-systems#6910 of a CUDA GPU that it does not name). A box costs as much to submit as a
+# copy of one run, assumed; nobody has published either for pinned memory and many boxes.
+_BOX_ROW = 2.5e-9
 _SLOT_BYTES = 32 << 20
 # Bytes of warps × loads × access beyond which the register kernel spills, as compiled for sm_90.
 _MAX_REGISTER_BYTES = 4096
@@ -139,7 +144,8 @@ class SimulatedGpu:
     def points(self, case: Case, quick: bool) -> list[Point]:
         """The space, less what spills or has no tensor descriptors."""
         tensors = case.vector_bytes == 16 and (self.preset.capability or (0, 0)) >= (9, 0)
-        wide = points(self.preset.num_sms, lambda path: path != "tma" or tensors, quick=quick)
+        serves = {"tma": tensors, "ce3d": _boxes(case) is not None}
+        wide = points(self.preset.num_sms, lambda path: serves.get(path, True), quick=quick)
 
         def held(point: Point) -> int:
             config = dict(point.config)
@@ -188,6 +194,11 @@ class SimulatedGpu:
         """The truth that a search is to find: how long the model takes, without noise."""
         if point.path == "ce":
             return self._engine(case, case.num_runs)
+        if point.path == "ce3d":
+            nbytes = case.nbytes + case.num_runs * _RUN_OVERHEAD
+            crossing = nbytes / (self.preset.ceiling[case.direction] * 1e9)
+            submitting = (_boxes(case) or 0) * self.preset.descriptor
+            return _CE_CALL + max(submitting, crossing, case.num_runs * _BOX_ROW)
         if point.path == "staged":
             # One page is converted ahead of what crosses; the rest overlaps.
             nbytes, latency = case.nbytes, _LOCAL_LATENCY
@@ -213,3 +224,12 @@ class SimulatedGpu:
         )
         share = case.run_bytes / (case.run_bytes + _RUN_OVERHEAD)
         return _LAUNCH + setup + latency + case.nbytes / (rate * share)
+
+
+@cache
+def _boxes(case: Case) -> int | None:
+    """Boxes of a copy; `None` where none would hold two runs."""
+    plan = case.part_plan()
+    if no_rows(plan) is not None:
+        return None
+    return math.ceil(num_boxes(plan) * case.num_pages / plan.num_pages)

@@ -44,7 +44,7 @@ def examine() -> dict[str, Any]:
 
 def _paths() -> dict[str, str | None]:
     """Every path, tried on a page between the GPU and pinned memory; `"cpu"` within the host."""
-    spec = KVSpec(1, 1, 64, 4, torch.bfloat16)
+    spec = KVSpec(2, 1, 64, 4, torch.bfloat16)  # of several runs a page, as boxes need
     host_layout, gpu_layout, *_ = list_layouts()
     host, other = (KVBuffer.empty(spec, layout, 1) for layout in (host_layout, gpu_layout))
     within = plan_transfer(host, other, [0], [0])

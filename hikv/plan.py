@@ -279,7 +279,7 @@ def _plan_part(src: Region, dst: Region, dst_leads: bool) -> PartPlan:
     loops = _loops(src, dst)
     row_run, _ = _absorb(src.row_bytes, [lp for lp in loops if lp.axis in _HEAD_AXES])
     run, rest = _absorb(src.row_bytes, loops)
-    rest.sort(key=lambda loop: _outerness(loop, dst_leads))
+    rest.sort(key=lambda loop: outerness(loop, dst_leads))
     vector = _vector_bytes(src, dst, run, rest)
     page_vectors = run * math.prod(loop.size for loop in rest) // vector
     src_side = _side(src, [(lp.axis, lp.size, lp.src_stride) for lp in rest], run, vector)
@@ -336,7 +336,7 @@ def _absorb(run: int, loops: Sequence[Loop]) -> tuple[int, list[Loop]]:
         rest.remove(follower)
 
 
-def _outerness(loop: Loop, dst_leads: bool) -> float:
+def outerness(loop: Loop, dst_leads: bool) -> float:
     """Sort key, outermost first. Tables lie outside every stride."""
     stride = loop.dst_stride if dst_leads else loop.src_stride
     return -math.inf if stride is None else -stride

@@ -25,6 +25,7 @@ SCHEMA = 1
 QUOTAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "ce": {"block_quota": (0,)},
+    "ce3d": {"block_quota": (0,)},
     "sm": {"block_quota": QUOTAS, "num_warps": (8, 16, 32), "loads": (8, 16, 32)},
     "tma": {"block_quota": QUOTAS, "buffers": (4, 8, 12)},
     "staged": {"block_quota": QUOTAS},

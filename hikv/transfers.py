@@ -15,6 +15,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.device import device_info
 from hikv.errors import ArgumentError, PathUnavailable, check_type
+from hikv.kernels.copy_boxes import PATH as BOXES
 from hikv.kernels.copy_engine import PATH as COPY_ENGINE
 from hikv.kernels.reference import PATH as CPU
 from hikv.kernels.relayout import PATH as REGISTERS
@@ -24,7 +25,7 @@ from hikv.kernels.submit import Path, check_stream, on_stream, upload_pages
 from hikv.plan import PATH_OBSTACLES, CopyPlan, plan_transfer
 from hikv.tuning import Choice, choose, tuned
 
-PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, CPU)}
+PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, BOXES, CPU)}
 """Every path by name."""
 PATH_OBSTACLES.update({name: path.obstacle for name, path in PATHS.items()})
 
@@ -127,7 +128,8 @@ def transfer(
             the copy engine alone, no SM. Paths without a kernel keep within any quota.
         path: `None` chooses; or a name of `PATHS`: `"sm"` (registers), `"tma"` (tensor
             descriptors), `"staged"` (relayout on the GPU, then whole pages by the copy engine),
-            `"ce"` (copy engine), `"cpu"` (torch, between host buffers).
+            `"ce"` (copy engine, run by run), `"ce3d"` (copy engine, by strided boxes), `"cpu"`
+            (torch, between host buffers).
         stream: where to queue, on the buffers' GPU; `None` is torch's current stream there.
         layerwise: queue layer by layer, so that `wait_layer` returns as soon as that layer is in.
 

@@ -170,11 +170,12 @@ def choose(
 ) -> Choice:
     """The path for `plan`, CTAs and configuration, where the caller left them open.
 
-    Between host buffers torch copies. A `block_quota` of 0 is the copy engine. Then the tuned table
-    decides. Where it does not, the copy engine takes a plan whose copies, joined over consecutive
-    pages, are so large that the link needs longer for one than the CPU for submitting the next; a
-    kernel takes the rest, and all copies within one GPU, where the copy engine is far slower than
-    the SMs.
+    Between host buffers torch copies. Then the tuned table decides; a `block_quota` of 0 allows the
+    choices of it that launch no kernel. Where it says nothing, that quota is the copy engine run by
+    run. Else the copy engine takes a plan whose copies, joined over consecutive pages, are so large
+    that the link needs longer for one than the CPU for submitting the next; a kernel takes the
+    rest, and all copies within one GPU, where the copy engine is far slower than the SMs. Strided
+    boxes are chosen by a table alone: nobody has published what they reach.
 
     Args:
         block_quota: the caller's bound on CTAs, kept whatever a table says.
@@ -184,16 +185,18 @@ def choose(
     """
     if path is None and plan.gpu is None:
         return Choice("cpu", 0, "default")
-    if path is None and block_quota == 0:
-        return Choice("ce", 0, "caller")
+    engine_alone = path is None and block_quota == 0
     found = table.find(key_of(plan)) if table is not None and table.tables else None
     if found is not None:
         entry, source = found
-        if path == entry.path or (path is None and serves(entry.path)):
+        allowed = path is None and not (engine_alone and entry.block_quota)
+        if path == entry.path or (allowed and serves(entry.path)):
             bound = (
                 entry.block_quota if block_quota is None or not entry.block_quota else block_quota
             )
             return Choice(entry.path, bound, source, dict(entry.config) or None)
+    if engine_alone:
+        return Choice("ce", 0, "caller")
     bound = DEFAULT_BLOCK_QUOTA if block_quota is None else block_quota
     if path is not None:
         return Choice(path, bound, "caller")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hikv.buffer import KVBuffer
+from hikv.kernels.copy_boxes import boxes, split_boxes
 from hikv.kernels.copy_engine import descriptors, split_at_borders
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.spec import KVSpec
@@ -19,11 +20,11 @@ from hikv.spec import KVSpec
 NUM_PAGES = (1, 1_000, 100_000)
 
 
-def scattered(num_pages: int) -> CopyPlan:
+def scattered(num_pages: int, host: str = "page_first_direct") -> CopyPlan:
     """`num_pages` pages of a device pool to other pages of a host pool."""
     spec = KVSpec(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.bfloat16)
     src = KVBuffer.empty(spec, "layer_first", num_pages + 1, device="meta")
-    dst = KVBuffer.empty(spec, "page_first_direct", num_pages + 1)
+    dst = KVBuffer.empty(spec, host, num_pages + 1)
     rng = np.random.default_rng(0)
     src_pages, dst_pages = (rng.permutation(num_pages + 1)[:num_pages] for _ in range(2))
     return plan_transfer(src, dst, src_pages, dst_pages)
@@ -43,6 +44,23 @@ def test_split_at_borders(benchmark, num_pages):
     middle = int(work.dst[0] + work.nbytes[0] // 2)
     cut = benchmark(split_at_borders, work, np.array([middle]))
     assert len(cut) == len(work) + 1
+    _note_cost(benchmark, len(work))
+
+
+@pytest.mark.parametrize("num_pages", NUM_PAGES)
+def test_build_boxes(benchmark, num_pages):
+    plan = scattered(num_pages, "page_first")  # 16 runs a page, and a box for each layer
+    work = benchmark(boxes, plan)
+    assert len(work) == plan.num_descriptors // 8 == 2 * num_pages
+    _note_cost(benchmark, len(work))
+
+
+@pytest.mark.parametrize("num_pages", NUM_PAGES)
+def test_split_boxes(benchmark, num_pages):
+    work = boxes(scattered(num_pages, "page_first"))
+    middle = int(work.boxes["dst"]["address"][0]) + 1
+    cut = benchmark(split_boxes, work, np.array([middle]))
+    assert len(cut) > len(work)
     _note_cost(benchmark, len(work))
 
 

@@ -32,7 +32,7 @@ from .plot import Series, present
 from .ways import Way, divide, parse_ways
 
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct_group")
-WAYS = "sm@2,sm@8,sm@32,tma@8,staged@8,ce"
+WAYS = "sm@2,sm@8,sm@32,tma@8,staged@8,ce,ce3d"
 LATENT_HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 MAX_RUNS = 100_000
 """One call for each run is not tried beyond: at 2.3 µs a call (FlexKV #193, H20) that is 0.23 s."""

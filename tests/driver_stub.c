@@ -12,28 +12,35 @@
 #if CUDA_VERSION < 13000
 CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *,
                                size_t *, size_t, CUstream);
+CUresult cuMemcpy3DBatchAsync_v2(size_t, CUDA_MEMCPY3D_BATCH_OP *, unsigned long long, CUstream);
 #endif
 
 enum { MAX_RANGES = 64, MAX_RECORDS = 4096, CONTEXTS = 8 };
 
 typedef struct {
     int generation; /* 12080 or 13000 for a batch, 0 for a single copy */
-    size_t count, num_attrs, first;
+    size_t count, num_attrs, first; /* for boxes, no attributes, and the flags of the call */
     CUmemcpyAttributes attrs;
     CUstream stream;
     CUcontext context;
 } Record;
 
+/* `depth` layers of `height` rows of `width` bytes; steps are bytes from row to row, layer to layer. */
 typedef struct {
-    CUdeviceptr dst, src;
-    size_t nbytes;
+    CUdeviceptr address;
+    size_t row, layer;
+} Side;
+
+typedef struct {
+    Side dst, src;
+    size_t width, height, depth;
 } Copy;
 
 typedef struct {
     CUdeviceptr low, high;
 } Range;
 
-static int version = 13000, capturing;
+static int version = 13000, capturing, max_pitch;
 static size_t fail_at = SIZE_MAX; /* the copy, counted over all calls, that is refused */
 static Record records[MAX_RECORDS];
 static size_t num_records, num_copies, num_pending;
@@ -48,12 +55,14 @@ static size_t num_contexts;
 void stub_reset(int driver_version) {
     version = driver_version;
     capturing = 0;
+    max_pitch = 0x7FFFFFFF;
     fail_at = SIZE_MAX;
     num_records = num_copies = num_pending = num_ranges = num_contexts = 0;
 }
 
 void stub_fail_at(size_t copy) { fail_at = copy; }
 void stub_capture(int active) { capturing = active; }
+void stub_max_pitch(int nbytes) { max_pitch = nbytes; }
 size_t stub_num_records(void) { return num_records; }
 size_t stub_context_depth(void) { return num_contexts; }
 
@@ -87,31 +96,102 @@ void stub_sizes(size_t *out) {
     memcpy(out, sizes, sizeof sizes);
 }
 
+void stub_box_sizes(size_t *out) {
+    const size_t sizes[] = {
+        sizeof(CUDA_MEMCPY3D_BATCH_OP),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, src),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, dst),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, extent.width),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, extent.height),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, extent.depth),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, srcAccessOrder),
+        offsetof(CUDA_MEMCPY3D_BATCH_OP, flags),
+        sizeof(CUmemcpy3DOperand),
+        offsetof(CUmemcpy3DOperand, type),
+        offsetof(CUmemcpy3DOperand, op.ptr.ptr),
+        offsetof(CUmemcpy3DOperand, op.ptr.rowLength),
+        offsetof(CUmemcpy3DOperand, op.ptr.layerHeight),
+        offsetof(CUmemcpy3DOperand, op.ptr.locHint),
+        CU_MEMCPY_OPERAND_TYPE_POINTER,
+    };
+    memcpy(out, sizes, sizeof sizes);
+}
+
+void stub_box_alone_sizes(size_t *out) {
+    const size_t sizes[] = {
+        sizeof(CUDA_MEMCPY3D),
+        offsetof(CUDA_MEMCPY3D, srcXInBytes),
+        offsetof(CUDA_MEMCPY3D, dstXInBytes),
+        offsetof(CUDA_MEMCPY3D, WidthInBytes),
+        offsetof(CUDA_MEMCPY3D, Height),
+        offsetof(CUDA_MEMCPY3D, Depth),
+        offsetof(CUDA_MEMCPY3D, srcMemoryType),
+        offsetof(CUDA_MEMCPY3D, srcDevice),
+        offsetof(CUDA_MEMCPY3D, srcPitch),
+        offsetof(CUDA_MEMCPY3D, srcHeight),
+        CU_MEMORYTYPE_UNIFIED,
+        CU_DEVICE_ATTRIBUTE_MAX_PITCH,
+    };
+    memcpy(out, sizes, sizeof sizes);
+}
+
+size_t stub_num_pending(void) { return num_pending; }
+
+void stub_pending(size_t i, size_t *out) {
+    const Copy *c = &pending[i];
+    const size_t fields[] = {
+        c->src.address, c->src.row, c->src.layer, c->dst.address, c->dst.row, c->dst.layer,
+        c->width,       c->height,  c->depth,
+    };
+    memcpy(out, fields, sizeof fields);
+}
+
 void stub_run(void) {
-    for (size_t i = 0; i < num_pending; i++)
-        memcpy((void *)pending[i].dst, (const void *)pending[i].src, pending[i].nbytes);
+    for (size_t i = 0; i < num_pending; i++) {
+        const Copy *c = &pending[i];
+        for (size_t z = 0; z < c->depth; z++)
+            for (size_t y = 0; y < c->height; y++)
+                memcpy((void *)(c->dst.address + z * c->dst.layer + y * c->dst.row),
+                       (const void *)(c->src.address + z * c->src.layer + y * c->src.row),
+                       c->width);
+    }
     num_pending = 0;
 }
 
 /* ---- the driver ---- */
 
 /* A copy may lie inside one registration or outside all, never across a border. */
-static int crosses(CUdeviceptr address, size_t nbytes) {
+static int crosses(const Side *side, const Copy *c) {
+    const CUdeviceptr low = side->address;
+    const CUdeviceptr high =
+        low + (c->depth - 1) * side->layer + (c->height - 1) * side->row + c->width;
     for (size_t i = 0; i < num_ranges; i++) {
-        const int meets = address < ranges[i].high && address + nbytes > ranges[i].low;
-        if (meets && (address < ranges[i].low || address + nbytes > ranges[i].high)) return 1;
+        const int meets = low < ranges[i].high && high > ranges[i].low;
+        if (meets && (low < ranges[i].low || high > ranges[i].high)) return 1;
     }
     return 0;
 }
 
-static CUresult queue(CUdeviceptr dst, CUdeviceptr src, size_t nbytes) {
-    if (num_copies++ == fail_at || crosses(dst, nbytes) || crosses(src, nbytes))
+static CUresult queue(Copy copy) {
+    if (num_copies++ == fail_at || crosses(&copy.dst, &copy) || crosses(&copy.src, &copy))
         return CUDA_ERROR_INVALID_VALUE;
     Copy *grown = realloc(pending, (num_pending + 1) * sizeof *grown);
     if (!grown) return CUDA_ERROR_OUT_OF_MEMORY;
     pending = grown;
-    pending[num_pending++] = (Copy){dst, src, nbytes};
+    pending[num_pending++] = copy;
     return CUDA_SUCCESS;
+}
+
+static Copy line(CUdeviceptr dst, CUdeviceptr src, size_t nbytes) {
+    return (Copy){{dst, nbytes, nbytes}, {src, nbytes, nbytes}, nbytes, 1, 1};
+}
+
+/* A row length or a layer height of 0 means that nothing lies between. */
+static int side_of(Side *side, CUdeviceptr address, size_t row, size_t height, const Copy *c) {
+    row = row ? row : c->width;
+    height = height ? height : c->height;
+    *side = (Side){address, row, row * height};
+    return row >= c->width && row <= (size_t)max_pitch && height >= c->height;
 }
 
 static CUresult record(Record r) {
@@ -138,7 +218,7 @@ static CUresult batch(int generation, CUdeviceptr *dsts, CUdeviceptr *srcs, size
     CUresult result =
         record((Record){generation, count, num_attrs, firsts[0], attrs[0], stream, NULL});
     for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++) {
-        result = queue(dsts[i], srcs[i], sizes[i]);
+        result = queue(line(dsts[i], srcs[i], sizes[i]));
         if (result != CUDA_SUCCESS) *failed = i;
     }
     return result;
@@ -159,7 +239,61 @@ CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *siz
 
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
     const CUresult result = record((Record){.count = 1, .stream = stream});
-    return result == CUDA_SUCCESS ? queue(dst, src, nbytes) : result;
+    return result == CUDA_SUCCESS ? queue(line(dst, src, nbytes)) : result;
+}
+
+static int read_box(const CUDA_MEMCPY3D_BATCH_OP *op, Copy *c) {
+    *c = (Copy){.width = op->extent.width, .height = op->extent.height, .depth = op->extent.depth};
+    const int order = op->srcAccessOrder;
+    return op->src.type == CU_MEMCPY_OPERAND_TYPE_POINTER &&
+           op->dst.type == CU_MEMCPY_OPERAND_TYPE_POINTER && c->width && c->height && c->depth &&
+           order >= CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && order <= CU_MEMCPY_SRC_ACCESS_ORDER_ANY &&
+           side_of(&c->src, op->src.op.ptr.ptr, op->src.op.ptr.rowLength,
+                   op->src.op.ptr.layerHeight, c) &&
+           side_of(&c->dst, op->dst.op.ptr.ptr, op->dst.op.ptr.rowLength,
+                   op->dst.op.ptr.layerHeight, c);
+}
+
+static CUresult box_batch(int generation, size_t count, CUDA_MEMCPY3D_BATCH_OP *ops, size_t *failed,
+                          unsigned long long flags, CUstream stream) {
+    *failed = SIZE_MAX;
+    if (!count || flags || !stream || stream == CU_STREAM_LEGACY) return CUDA_ERROR_INVALID_VALUE;
+    if (capturing) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    const CUmemcpyAttributes first = {ops[0].srcAccessOrder, ops[0].src.op.ptr.locHint,
+                                      ops[0].dst.op.ptr.locHint, ops[0].flags};
+    CUresult result = record((Record){generation, count, 0, flags, first, stream, NULL});
+    for (size_t i = 0; result == CUDA_SUCCESS && i < count; i++) {
+        Copy copy;
+        result = read_box(&ops[i], &copy) ? queue(copy) : CUDA_ERROR_INVALID_VALUE;
+        if (result != CUDA_SUCCESS) *failed = i;
+    }
+    return result;
+}
+
+CUresult cuMemcpy3DBatchAsync(size_t count, CUDA_MEMCPY3D_BATCH_OP *ops, size_t *failed,
+                              unsigned long long flags, CUstream stream) {
+    return box_batch(12080, count, ops, failed, flags, stream);
+}
+
+CUresult cuMemcpy3DBatchAsync_v2(size_t count, CUDA_MEMCPY3D_BATCH_OP *ops,
+                                 unsigned long long flags, CUstream stream) {
+    size_t failed;
+    return box_batch(13000, count, ops, &failed, flags, stream);
+}
+
+CUresult cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D *box, CUstream stream) {
+    const CUresult result = record((Record){.count = 1, .stream = stream});
+    if (result != CUDA_SUCCESS) return result;
+    Copy c = {.width = box->WidthInBytes, .height = box->Height, .depth = box->Depth};
+    const int plain = !box->srcXInBytes && !box->srcY && !box->srcZ && !box->srcLOD &&
+                      !box->dstXInBytes && !box->dstY && !box->dstZ && !box->dstLOD &&
+                      !box->reserved0 && !box->reserved1 && c.width && c.height && c.depth &&
+                      box->srcMemoryType == CU_MEMORYTYPE_UNIFIED &&
+                      box->dstMemoryType == CU_MEMORYTYPE_UNIFIED;
+    return plain && side_of(&c.src, box->srcDevice, box->srcPitch, box->srcHeight, &c) &&
+                   side_of(&c.dst, box->dstDevice, box->dstPitch, box->dstHeight, &c)
+               ? queue(c)
+               : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuGetProcAddress_v2(const char *symbol, void **function, int cuda_version,
@@ -167,10 +301,11 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **function, int cuda_versi
     (void)flags;
     if (cuda_version > version) return CUDA_ERROR_INVALID_VALUE;
     *function = NULL;
-    if (!strcmp(symbol, "cuMemcpyBatchAsync") && cuda_version >= 13000)
-        *function = (void *)cuMemcpyBatchAsync_v2;
-    else if (!strcmp(symbol, "cuMemcpyBatchAsync") && cuda_version >= 12080)
-        *function = (void *)cuMemcpyBatchAsync;
+    if (!strcmp(symbol, "cuMemcpyBatchAsync") && cuda_version >= 12080)
+        *function = cuda_version < 13000 ? (void *)cuMemcpyBatchAsync : (void *)cuMemcpyBatchAsync_v2;
+    else if (!strcmp(symbol, "cuMemcpy3DBatchAsync") && cuda_version >= 12080)
+        *function =
+            cuda_version < 13000 ? (void *)cuMemcpy3DBatchAsync : (void *)cuMemcpy3DBatchAsync_v2;
     if (status)
         *status = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return CUDA_SUCCESS;
@@ -202,6 +337,13 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     *device = ordinal;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int *out, CUdevice_attribute attribute, CUdevice device) {
+    (void)device;
+    if (attribute != CU_DEVICE_ATTRIBUTE_MAX_PITCH) return CUDA_ERROR_INVALID_VALUE;
+    *out = max_pitch;
     return CUDA_SUCCESS;
 }
 

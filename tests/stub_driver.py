@@ -87,6 +87,21 @@ class Record:
     context: int
 
 
+@dataclass(frozen=True)
+class Box:
+    """A queued copy that has not run; `row` and `layer` are bytes from each to the next."""
+
+    src: int
+    src_row: int
+    src_layer: int
+    dst: int
+    dst_row: int
+    dst_layer: int
+    width: int
+    height: int
+    depth: int
+
+
 class Stub:
     """The driver that the tests control. Copies wait until `run()`."""
 
@@ -110,9 +125,18 @@ class Stub:
     def run(self) -> None:
         self.library.stub_run()
 
-    def sizes(self) -> list[int]:
-        out = (ctypes.c_size_t * 13)()
-        self.library.stub_sizes(out)
+    def pending(self) -> list[Box]:
+        out = (ctypes.c_size_t * len(fields(Box)))()
+        boxes = []
+        for i in range(self.library.stub_num_pending()):
+            self.library.stub_pending(ctypes.c_size_t(i), out)
+            boxes.append(Box(*out))
+        return boxes
+
+    def sizes(self, which: str, count: int) -> list[int]:
+        """Sizes, offsets and constants of the header, from the function `stub_<which>`."""
+        out = (ctypes.c_size_t * count)()
+        getattr(self.library, f"stub_{which}")(out)
         return list(out)
 
 

@@ -43,7 +43,7 @@ FLOORS = (
         "hikv/kernels/copy_engine.py",
         "hikv/kernels/shard_slots.py",
     ),
-    ("hikv/kernels/staged.py",),
+    ("hikv/kernels/staged.py", "hikv/kernels/copy_boxes.py"),
     ("hikv/kernels/__init__.py",),
     ("hikv/compiled.py", "hikv/transfers.py"),
     ("hikv/cp/backends.py",),

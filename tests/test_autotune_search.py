@@ -13,7 +13,7 @@ from autotune.search import FULL, rank, search
 from autotune.session import Options, tune
 from autotune.simulate import PRESETS, SimulatedGpu
 from autotune.space import Point
-from hikv.tables import Table
+from hikv.tables import SPACE, Table
 from hikv.tuning import Tuned
 
 TARGET, NOISE = 0.9, 0.05
@@ -109,7 +109,7 @@ def test_a_record_holds_spread_runner_up_prediction_and_slowdown():
     rates = record["gbps"]
     assert rates["p20"] < rates["p50"] < rates["p80"]
     assert rates["p50"] >= record["required"] > 0
-    assert record["runner_up"]["path"] in ("sm", "tma", "staged", "ce")
+    assert record["runner_up"]["path"] in SPACE
     assert record["predicted"] > 0
     assert record["rounds"] >= 2 * FULL.batch
     assert record["gemm_slowdown"] > 1
@@ -127,10 +127,10 @@ def test_what_copies_wrong_bytes_is_never_chosen():
     assert list(found.wrong) == [Point("ce", 0)]
     whole = SimulatedGpu(PRESETS["h100"])
     assert search(case, whole, target=TARGET, quick=False, interference=False).entry.path == "ce"
-    hopeless = SimulatedGpu(PRESETS["h100"], spoiled=("ce", "sm", "tma", "staged"))
+    hopeless = SimulatedGpu(PRESETS["h100"], spoiled=tuple(SPACE))
     nothing = search(case, hopeless, target=TARGET, quick=True, interference=False)
     assert nothing.entry is None
-    assert {point.path for point in nothing.wrong} == {"ce", "sm", "tma", "staged"}
+    assert {point.path for point in nothing.wrong} == set(SPACE)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -14,7 +14,7 @@ from autotune.cases import Case, full_cases, parse_cases, quick_cases
 from autotune.session import Options, tune
 from autotune.simulate import PRESETS, SimulatedGpu
 from hikv import ArgumentError, cli
-from hikv.tables import file_name, read_table
+from hikv.tables import SPACE, file_name, read_table
 
 CASES = parse_cases("h2d:1024x4096,d2h:1024x4096,h2d:2097152x16,d2h:64x256:4")
 search = partial(tune, date="2026-01-01")
@@ -83,7 +83,7 @@ def test_a_full_search_does_not_go_on_from_a_quick_one(gpu, path):
 
 
 def test_a_case_that_nothing_copies_right_ends_the_search(path):
-    gpu = SimulatedGpu(PRESETS["h100"], spoiled=("sm", "tma", "staged", "ce"))
+    gpu = SimulatedGpu(PRESETS["h100"], spoiled=tuple(SPACE))
     outcome = search(gpu, path, Options(cases=CASES))
     assert (outcome.searched, outcome.failed) == (0, True)
     assert "h2d:1024x4096" in outcome.stopped

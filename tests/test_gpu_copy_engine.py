@@ -1,4 +1,4 @@
-"""The copy-engine path on a real driver."""
+"""The copy-engine paths on a real driver: runs one by one, and strided boxes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from oracle import LATENT_ORDERS, ORDERS
 
 from hikv.buffer import KVBuffer
 from hikv.errors import PathUnavailable
+from hikv.kernels.copy_boxes import launch as launch_boxes
+from hikv.kernels.copy_boxes import num_boxes
 from hikv.kernels.copy_engine import copy_engine, launch, unavailable
-from hikv.kernels.memcpy import BATCH, SINGLE, memcpy_driver
+from hikv.kernels.memcpy import BATCH, BATCH_3D, SINGLE, SINGLE_3D, memcpy_driver
 from hikv.pinned import allocate_pinned
 from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
@@ -37,6 +39,16 @@ def run(*arguments, layers=None):
     return plan
 
 
+def run_boxes(*arguments, layers=None):
+    plan = plan_transfer(*arguments, layers=layers)
+    launch_boxes(plan)
+    torch.cuda.synchronize()
+    return plan
+
+
+WAYS = [*((run, direction) for direction in PLACES), (run_boxes, "h2d"), (run_boxes, "d2h")]
+
+
 def filled(num_pages, layout, place, seed=0):
     """A pool of random bytes, as a buffer."""
     rng = np.random.default_rng(seed)
@@ -49,26 +61,26 @@ def rows(buffer, pages):
     return buffer.logical(pages).cpu()
 
 
-@pytest.mark.parametrize("direction", PLACES)
+@pytest.mark.parametrize(("copy", "direction"), WAYS)
 @pytest.mark.parametrize("host", ORDERS)
-def test_rows_with_heads(host, direction):
+def test_rows_with_heads(host, copy, direction):
     src_place, dst_place = PLACES[direction]
     for gpu in ("layer_first", "page_unified", "page_head"):
         for spec in (*head_specs(torch.bfloat16), *wide_specs(torch.bfloat16)):
             pair = (host, gpu) if direction == "h2d" else (gpu, host)
             forms = map(dense, pair)
-            check_copy(run, spec, *forms, src_place=src_place, dst_place=dst_place)
+            check_copy(copy, spec, *forms, src_place=src_place, dst_place=dst_place)
 
 
-@pytest.mark.parametrize("direction", PLACES)
-def test_engine_pools(direction):
+@pytest.mark.parametrize(("copy", "direction"), WAYS)
+def test_engine_pools(copy, direction):
     src_place, dst_place = PLACES[direction]
     for spec in (*head_specs(torch.float16), *latent_specs(torch.uint8)):
         for engine in engine_forms(spec).values():
             for host in map(dense, LATENT_ORDERS):
                 pair = (host, engine) if direction == "h2d" else (engine, host)
                 places = {"src_place": src_place, "dst_place": dst_place}
-                check_copy(run, spec, *pair, layers=(1, 3), **places)
+                check_copy(copy, spec, *pair, layers=(1, 3), **places)
 
 
 def test_the_call_that_the_driver_has():
@@ -76,9 +88,24 @@ def test_the_call_that_the_driver_has():
     plan, want = plan_transfer(src, dst, [1, 7], [2, 0]), rows(src, [1, 7])
     submitted = launch(plan)
     torch.cuda.synchronize()
-    assert submitted.call == (BATCH if memcpy_driver().batch_version else SINGLE)
+    assert submitted.call == (BATCH if BATCH in memcpy_driver().batches else SINGLE)
     assert submitted.num_copies == plan.num_descriptors
     assert torch.equal(rows(dst, [2, 0]), want)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_the_call_for_boxes_that_the_driver_has(batched, monkeypatch):
+    driver = memcpy_driver()
+    if not batched:
+        monkeypatch.setattr(driver, "batches", {})
+    gpu, host = filled(64, "layer_first", CUDA), filled(64, "page_first", PIN, 1)
+    src_pages, dst_pages = np.random.default_rng(2).permutation(64), list(range(64))
+    plan, want = plan_transfer(gpu, host, src_pages, dst_pages), rows(gpu, src_pages.tolist())
+    submitted = launch_boxes(plan)
+    torch.cuda.synchronize()
+    assert submitted.call == (BATCH_3D if BATCH_3D in driver.batches else SINGLE_3D)
+    assert submitted.num_copies == num_boxes(plan) < plan.num_descriptors
+    assert torch.equal(rows(host, dst_pages), want)
 
 
 @pytest.mark.parametrize("num_pages", [1, 128, 4096])

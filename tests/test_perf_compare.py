@@ -21,7 +21,7 @@ from perf.peers import Waived
 from perf.ways import Way, parse_ways
 
 SMALL = ["--layers", "2", "--heads", "4:2", "--head-dim", "16", "--page", "4", "--tokens", "12"]
-RATES = {"sm": 20.0, "tma": 40.0, "staged": 30.0, "ce": 50.0}
+RATES = {"sm": 20.0, "tma": 40.0, "staged": 30.0, "ce": 50.0, "ce3d": 45.0}
 
 without_gpu = pytest.mark.skipif(device_info() is not None, reason="this machine has a GPU")
 

@@ -102,6 +102,7 @@ def test_a_wrong_byte_is_counted_for_its_path_and_the_rest_still_run():
     assert kinds == {
         "sm": [each, 0, 0],
         "ce": [each, 0, 0],
+        "ce3d": [each, 0, 0],
         "tma": [0, each, 0],
         "staged": [0, 0, each],
     }
@@ -213,7 +214,7 @@ def run_command(monkeypatch, machine, sections, tmp_path):
 
 def test_all_right_ends_with_0_one_json_and_a_short_table_last(monkeypatch, tmp_path, capsys):
     def rate(path, quota):
-        return 60.0 if path == "ce" else min(58.0, 8.0 * quota)
+        return 60.0 if path in ("ce", "ce3d") else min(58.0, 8.0 * quota)
 
     assert run_command(monkeypatch, FakeGpu(rate), SECTIONS, tmp_path) == 0
     (file,) = tmp_path.iterdir()

@@ -222,11 +222,12 @@ def test_describe_says_which_paths_serve_and_why_the_others_cannot():
     spec = next(head_specs(BF16))
     src, dst = KVBuffer.empty(spec, "layer_first", 2), KVBuffer.empty(spec, "page_first", 2)
     lines = hikv.plan_transfer(src, dst, [0], [1]).describe().splitlines()
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         "  path sm: neither side is on a GPU",
         "  path tma: neither side is on a GPU",
         "  path staged: it crosses between host and GPU, and this copy is h2h",
         "  path ce: neither side is on a GPU",
+        "  path ce3d: neither side is on a GPU",
         "  path cpu: serves",
     ]
 

@@ -228,6 +228,15 @@ def test_a_bound_does_not_give_ctas_to_the_copy_engine():
     assert chosen(plan, found, block_quota=7) == Choice("ce", 0, "t")
 
 
+def test_without_a_kernel_a_table_still_says_which_way():
+    plan = meta_plan()
+    found = Tuned([(Path("t"), table(Entry(key_of(plan), "ce3d", 0, {})))])
+    assert chosen(plan, found) == chosen(plan, found, block_quota=0) == Choice("ce3d", 0, "t")
+    elsewhere = chosen(plan, found, block_quota=0, serves=lambda path: path != "ce3d")
+    assert elsewhere == Choice("ce", 0, "caller")
+    assert chosen(plan, Tuned([]), block_quota=0) == Choice("ce", 0, "caller")
+
+
 def test_the_fields_of_an_entry_make_the_kernels_config():
     config = REGISTERS.config(**{"num_warps": 8, "loads": 16})
     assert (config.num_warps, config.loads) == (8, 16)

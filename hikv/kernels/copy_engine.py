@@ -9,17 +9,24 @@ devices, the destination's): neighbours in the list then share DRAM pages and tr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
 from hikv.errors import DriverError, PathUnavailable
-from hikv.kernels.memcpy import Descriptors, MemcpyDriver, Submitted, memcpy_driver
+from hikv.kernels.memcpy import (
+    BoxCopies,
+    Descriptors,
+    MemcpyDriver,
+    Submitted,
+    memcpy_driver,
+)
 from hikv.kernels.submit import Path, require
 from hikv.pinned import registration_borders
-from hikv.plan import CopyPlan, PartPlan, Side, page_runs, plan_transfer
+from hikv.plan import CopyPlan, Loop, PartPlan, Side, page_runs, plan_transfer
 
 
 def copy_engine(
@@ -67,17 +74,34 @@ def launch(
     if driver is None:
         require("ce", obstacle(plan))
         driver = memcpy_driver()
+    return queue("ce", plan, descriptors, split_at_borders, stream, driver)
+
+
+Work = TypeVar("Work", Descriptors, BoxCopies)
+
+
+def queue(
+    path: str,
+    plan: CopyPlan,
+    make: Callable[[CopyPlan], Work],
+    split: Callable[[Work, np.ndarray], Work],
+    stream: torch.cuda.Stream | None,
+    driver: MemcpyDriver,
+) -> Submitted:
+    """Queue what `make` makes of `plan`, cut by `split` at the borders of registrations.
+
+    Raises as `copy_engine` does.
+    """
     if stream is None:
         stream = torch.cuda.current_stream(plan.gpu)
     with driver.primary_context(stream.device.index):
         if driver.capturing(stream.cuda_stream):
             raise PathUnavailable(
-                "ce",
+                path,
                 "the stream is being captured into a graph, which takes no batch of copies",
                 remedy="copy outside the capture",
             )
-        work = split_at_borders(descriptors(plan), _borders(plan))
-        return driver.copy(work, stream.cuda_stream)
+        return driver.copy(split(make(plan), _borders(plan)), stream.cuda_stream)
 
 
 def unavailable() -> str | None:
@@ -109,36 +133,51 @@ def _part_columns(plan: CopyPlan, part: PartPlan) -> tuple[np.ndarray, np.ndarra
     src_pages, dst_pages = plan.src_pages, plan.dst_pages
     nbytes = np.full(len(src_pages), part.run_bytes)
     if part.pages_join:
-        starts, lengths = page_runs(src_pages, dst_pages)
-        src_pages, dst_pages = src_pages[starts], dst_pages[starts]
+        first, lengths = page_runs(src_pages, dst_pages)
+        src_pages, dst_pages = src_pages[first], dst_pages[first]
         nbytes = lengths * part.run_bytes
-    outer = _loops_around_pages(part, src_leads=plan.direction == "h2d")
-    src = _addresses(part, part.src, src_pages, outer)
-    dst = _addresses(part, part.dst, dst_pages, outer)
+    src, dst = starts(plan, part, part.loops, src_pages, dst_pages)
     return src.ravel(), dst.ravel(), np.broadcast_to(nbytes[:, None], src.shape).ravel()
 
 
-def _loops_around_pages(part: PartPlan, src_leads: bool) -> int:
-    """Iterations of the loops that step further than a page on the leading side.
+def starts(
+    plan: CopyPlan,
+    part: PartPlan,
+    loops: Sequence[Loop],
+    src_pages: np.ndarray,
+    dst_pages: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where every step of `loops`, in the plan's order, begins in these pages on either side.
 
-    The plan has those loops first, so the pages fit in after them with the addresses ascending.
+    Both arrays are int64 `[outer, page, inner]`: the loops that step further than a page on the
+    leading side come before the pages, so that the addresses there ascend.
     """
+    src_strides = [loop.src_stride for loop in loops]
+    dst_strides = [loop.dst_stride for loop in loops]
+    src_leads = plan.direction == "h2d"
     page_stride = (part.src if src_leads else part.dst).page_stride
-    strides = [(lp.src_stride if src_leads else lp.dst_stride) for lp in part.loops]
-    further = [stride is None or stride > page_stride for stride in strides]
-    return math.prod(lp.size for lp, far in zip(part.loops, further, strict=True) if far)
+    leading = zip(loops, src_strides if src_leads else dst_strides, strict=True)
+    outer = math.prod(lp.size for lp, stride in leading if stride is None or stride > page_stride)
+    return (
+        _addresses(part.src, src_pages, loops, src_strides, outer),
+        _addresses(part.dst, dst_pages, loops, dst_strides, outer),
+    )
 
 
-def _addresses(part: PartPlan, side: Side, pages: np.ndarray, outer: int) -> np.ndarray:
-    """Where the runs of `pages` begin on `side`, int64 `[outer, page, inner]`."""
-    # All loops but the last step by their size; the last counts vectors, and steps by whole runs.
-    steps = [1] * (len(side.sizes) - 1) + [part.run_bytes // part.vector_bytes]
+def _addresses(
+    side: Side,
+    pages: np.ndarray,
+    loops: Sequence[Loop],
+    strides: Sequence[int | None],
+    outer: int,
+) -> np.ndarray:
     offsets = entries = np.zeros(1, np.int64)
-    loops = zip(side.sizes, side.strides, side.table_strides, steps, strict=True)
-    for size, stride, table_stride, step in loops:
-        index = np.arange(0, size, step)
-        offsets = np.add.outer(offsets, index * stride).ravel()
-        entries = np.add.outer(entries, index * table_stride).ravel()
+    for loop, stride in zip(loops, strides, strict=True):
+        index = np.arange(loop.size)
+        offsets = np.add.outer(offsets, index * (stride or 0)).ravel()
+        if side.table is not None:  # `[kv, layer]`, flat; both are then without a stride
+            entry = {"kv": side.table.size // loop.size, "layer": 1}.get(loop.axis, 0)
+            entries = np.add.outer(entries, index * entry).ravel()
     if side.table is not None:
         offsets = offsets + side.table[entries]
     bases = side.address + pages * side.page_stride
