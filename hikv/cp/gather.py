@@ -23,15 +23,13 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
-from hikv.cp.group import Group, meet
+from hikv.cp.backends import Group, Moved
+from hikv.cp.group import meet
 from hikv.cp.plan import GatherPlan
 from hikv.cp.report import GatherReport, LayerSpan
 from hikv.cp.scratch import NUM_SLOTS, scratch_bytes
 from hikv.cp.shard_map import ShardMap
 from hikv.errors import ArgumentError, CapacityError, GatherError
-from hikv.kernels.copy_engine import descriptors
-from hikv.kernels.memcpy import Descriptors
-from hikv.plan import CopyPlan, plan_transfer
 
 
 class GatheredLayer(NamedTuple):
@@ -55,16 +53,18 @@ class ZeroSMGather:
         group: exchanges small objects with the other ranks, while this object is built.
         max_pages: scratch pages of the largest batch: N · (longest block) + pages of the chunks.
             The least that any rank gives is what `fits` goes by.
-        backend: a name of `BACKENDS`.
+        backend: a name of `hikv.cp.group.BACKENDS`.
+        allow_sm: let `nccl` launch NCCL's kernels where NCCL insists on it; the report says `"sm"`.
         timeout_s: how long to wait for a peer at any one point.
 
     Building it is collective: ranks show each other what they can do, and either all of them get a
-    gather or all of them raise the same error, before anything is used.
+    gather or all of them raise the same error, before anything is used. Back ends on GPUs time and
+    verify copies meanwhile, so nothing may write to the pools.
 
     Raises:
-        ArgumentError: ranks that differ in back end, map, geometry or host.
-        GatherError: a rank that lacks the capability, cannot reach a peer's memory or has no room
-            for the scratch: which rank, and why. Nothing is tried in its place.
+        ArgumentError: ranks that differ in back end, map, geometry, `allow_sm` or host.
+        GatherError: a rank that lacks the capability, cannot reach a peer's memory, has no room for
+            the scratch or saw a kernel: which rank, and why. Nothing is tried in its place.
     """
 
     def __init__(
@@ -75,26 +75,38 @@ class ZeroSMGather:
         *,
         max_pages: int,
         backend: str,
+        allow_sm: bool = False,
         timeout_s: float = 30.0,
     ) -> None:
-        met = meet(pool, shards, group, max_pages=max_pages, backend=backend)
+        met = meet(
+            pool,
+            shards,
+            group,
+            max_pages=max_pages,
+            backend=backend,
+            allow_sm=allow_sm,
+            timeout_s=timeout_s,
+        )
         self.shards, self.spec = shards, pool.spec
         self.max_pages: int = met.max_pages
-        self._rank, self._pools = group.rank, met.pools
+        self._rank, self._pool_pages = group.rank, met.pool_pages
         self._backend, self._board = met.backend, met.board
         self._timeout_s = timeout_s
         self._slots = met.slots
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hikv-gather")
         self._batch = 0
         self._plan: GatherPlan | None = None
-        self._copies: list[list[CopyPlan]] = []
         self._pending: dict[int, Future[None]] = {}
-        self._report = GatherReport(backend, self._backend.engine, 0, 0, 0, [0] * shards.num_ranks)
+        own_shard, rates = self._backend.own_shard or (None, {})
+        self._report = GatherReport(
+            backend, self._backend.engine, [0] * shards.num_ranks, own_shard, rates
+        )
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of both slots, held from building to `close`."""
-        return scratch_bytes(self.spec, self.max_pages)
+        """Bytes of both slots and of what is packed, held from building to `close`."""
+        staging = self._backend.staging_pages(self.max_pages)
+        return scratch_bytes(self.spec, self.max_pages, staging)
 
     def fits(self, plan: GatherPlan) -> bool:
         """Whether `begin` has room for the batch; the same answer on every rank."""
@@ -124,16 +136,7 @@ class ZeroSMGather:
             raise self._board.fail(
                 f"page {logical} is not resident: rank {self._rank} has no KV in its page {missing}"
             )
-        self._copies = [
-            [
-                plan_transfer(pool, slot.window, pages, plan.block(owner))
-                for owner, (pool, pages) in enumerate(
-                    zip(self._pools, plan.local_pages, strict=True)
-                )
-                if len(pages)
-            ]
-            for slot in self._slots
-        ]
+        self._backend.begin(plan)
         self._plan = plan
         self._table = torch.from_numpy(plan.page_table).to(self._slots[0].k.device)
         self._next = 0
@@ -221,7 +224,8 @@ class ZeroSMGather:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._backend.drain()
         self._board.close()
-        self._slots, self._pools, self._copies, self._pending = [], [], [], {}
+        self._backend.close()
+        self._slots, self._pending = [], {}
         self._plan = None
 
     def _check(self, plan: GatherPlan) -> None:
@@ -247,11 +251,11 @@ class ZeroSMGather:
                 unit="pages",
                 remedy="ask fits() before admission, or build the gather with more max_pages",
             )
-        for owner, (pool, pages) in enumerate(zip(self._pools, plan.local_pages, strict=True)):
-            if len(pages) and pages[-1] >= pool.num_pages:
+        for owner, (held, pages) in enumerate(zip(self._pool_pages, plan.local_pages, strict=True)):
+            if len(pages) and pages[-1] >= held:
                 raise ArgumentError(
                     "plan",
-                    expected=f"pages of rank {owner}'s pool, which has {pool.num_pages}",
+                    expected=f"pages of rank {owner}'s pool, which has {held}",
                     got=f"its page {int(pages[-1])}",
                     remedy="plan with logical pages that the group's allocator gave",
                 )
@@ -280,27 +284,23 @@ class ZeroSMGather:
                     raise board.fail(f"ranks {ranks[0]} and {ranks[1]} planned different batches")
                 self._wait_for(rank, board.restored[:, layer], f"restore layer {layer}")
             restored_ns = time.monotonic_ns()
-            work = self._work(layer)
-            self._backend.copy(layer, layer % NUM_SLOTS, work)
+            moved = self._backend.copy(layer, layer % NUM_SLOTS)
         except GatherError:
             raise
         except Exception as error:  # whatever it is, the peers must hear of it
             raise board.fail(f"rank {self._rank}: {error}") from error
         span = LayerSpan(layer, start_ns, restored_ns, time.monotonic_ns())
-        self._report.spans.append(span)
-        self._report.layers += 1
-        self._report.copies += len(work)
+        self._count(span, moved)
 
-    def _work(self, layer: int) -> Descriptors:
-        """The copies of `layer`, of K and V and all owners together."""
-        plans = [plan.for_layers(layer, layer + 1) for plan in self._copies[layer % NUM_SLOTS]]
+    def _count(self, span: LayerSpan, moved: Moved) -> None:
+        report, spec = self._report, self.spec
         assert self._plan is not None
         for owner, pages in enumerate(self._plan.local_pages):
-            nbytes = self.spec.page_size * self.spec.bytes_per_token_layer * len(pages)
-            self._report.bytes_from[owner] += nbytes
-        empty = Descriptors(*(np.empty(0, np.int64) for _ in range(3)))
-        columns = [(w.src, w.dst, w.nbytes) for w in [empty, *map(descriptors, plans)]]
-        return Descriptors(*map(np.concatenate, zip(*columns, strict=True)))
+            report.bytes_from[owner] += spec.page_size * spec.bytes_per_token_layer * len(pages)
+        report.spans.append(span)
+        report.layers += 1
+        report.copies += moved.copies
+        report.moved_bytes += moved.nbytes
 
     def _wait_for(self, rank: int, words: np.ndarray, what: str) -> None:
         """Wait until the board's `words[rank]` has reached this batch."""

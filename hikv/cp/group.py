@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from hikv.buffer import KVBuffer
-from hikv.cp.backends import BACKENDS, Backend
+from hikv.cp.backends import Backend, Group, HostBackend
 from hikv.cp.board import Board
+from hikv.cp.nccl import NcclBackend
+from hikv.cp.peers import PeerBackend
 from hikv.cp.scratch import NUM_SLOTS, Slot, make_slot
 from hikv.cp.shard_map import ShardMap
 from hikv.cp.shared_memory import MemoryHandle
 from hikv.errors import ArgumentError, GatherError, HikvError
 
-
-class Group(Protocol):
-    """Ranks that can exchange small picklable objects.
-
-    Attributes: `rank`, `size`.
-    """
-
-    rank: int
-    size: int
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of the ranks. Collective; bounded in time."""
-        ...
+BACKENDS: dict[str, Callable[[bool], Backend]] = {
+    "host": lambda allow_sm: HostBackend(),
+    "p2p": lambda allow_sm: PeerBackend(),
+    "nccl": NcclBackend,
+}
+"""Every back end by name. None launches a kernel, but `nccl` where NCCL's own are allowed."""
 
 
 class TorchGroup:
     """A process group of torch.distributed that carries CPU tensors, gloo for example.
 
     Its time-out, set where it was made, bounds an exchange; `GatherError` tells of one that failed.
+
+    Attributes:
+        ranks: its members, as the default group numbers them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -54,11 +54,12 @@ class TorchGroup:
 
 
 class Met(NamedTuple):
-    """What a successful meeting gives: ranks' pools in this process, and scratch for all to fit."""
+    """What a successful meeting gives: a back end that is set up, pages of each rank's pool, and
+    scratch for what the least of the ranks has room for."""
 
     backend: Backend
     board: Board
-    pools: list[KVBuffer]
+    pool_pages: list[int]
     slots: list[Slot]
     max_pages: int
 
@@ -72,19 +73,31 @@ class _Facts:
     shards: ShardMap
     geometry: dict[str, object]
     max_pages: int
+    allow_sm: bool
+    pool_pages: int
     place: str = ""
     export: Any = None
     board: MemoryHandle | None = None
 
 
-def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, backend: str) -> Met:
+def meet(
+    pool: KVBuffer,
+    shards: ShardMap,
+    group: Group,
+    *,
+    max_pages: int,
+    backend: str,
+    allow_sm: bool,
+    timeout_s: float,
+) -> Met:
     """Agree on a gather; collective. Returns on every rank or raises the same on every rank.
 
     Nothing is raised before the ranks have exchanged it: a rank that left early would keep the
     others waiting.
     """
-    mine = _Facts(None, backend, shards, pool.spec.geometry, max_pages)
-    mover = BACKENDS[backend]() if backend in BACKENDS else None
+    own = (shards, pool.spec.geometry, max_pages, allow_sm, pool.num_pages)
+    mine = _Facts(None, backend, *own)
+    mover = BACKENDS[backend](allow_sm) if backend in BACKENDS else None
     problem = _problem(mine, mover, pool, group)
     keep = None
     if mover is None or problem is not None:
@@ -101,26 +114,57 @@ def meet(pool: KVBuffer, shards: ShardMap, group: Group, *, max_pages: int, back
     facts: list[_Facts] = group.exchange(mine)
     _conclude([fact.problem for fact in facts], facts[0].backend)
     _same(facts)
-
     assert mover is not None
-    assert facts[0].board is not None
     max_pages = min(fact.max_pages for fact in facts)
-    board, pools, slots, problem = None, [], [], None
-    try:
+    met = _set_up(mover, pool, facts, group, max_pages, timeout_s)
+    del keep  # every rank has the board's memory by now
+    return met
+
+
+def _set_up(
+    mover: Backend,
+    pool: KVBuffer,
+    facts: list[_Facts],
+    group: Group,
+    max_pages: int,
+    timeout_s: float,
+) -> Met:
+    """Attach the board, reach the peers, allocate, and do the back end's steps, ranks abreast."""
+    board: Board | None = None
+    slots: list[Slot] = []
+    staging: Slot | None = None
+
+    def reach() -> None:
+        nonlocal board, slots, staging
+        assert facts[0].board is not None
         board = Board(facts[0].board, group.rank, group.size, pool.spec.num_layers)
-        pools = mover.connect([fact.export for fact in facts], group.rank)
+        mover.connect([fact.export for fact in facts])
         slots = [make_slot(pool.spec, max_pages, mover.allocate) for _ in range(NUM_SLOTS)]
-    except (HikvError, RuntimeError) as error:
-        problem = str(error)
+        if pages := mover.staging_pages(max_pages):
+            staging = make_slot(pool.spec, pages, mover.allocate)
+
     try:
-        _conclude(group.exchange(problem), backend)
+        _abreast(reach, group, mover.name)
+        for step in mover.steps(slots, staging, group, timeout_s):
+            _abreast(step, group, mover.name)
     except HikvError:
+        mover.close()
         if board is not None:
             board.close()
         raise
-    del keep  # every rank has the board's memory by now
     assert board is not None
-    return Met(mover, board, pools, slots, max_pages)
+    pool_pages = [fact.pool_pages for fact in facts]
+    return Met(mover, board, pool_pages, slots, max_pages)
+
+
+def _abreast(step: Callable[[], None], group: Group, backend: str) -> None:
+    """Do `step` and hear how it went elsewhere; raises the same on every rank."""
+    problem = None
+    try:
+        step()
+    except (HikvError, RuntimeError) as error:
+        problem = str(error)
+    _conclude(group.exchange(problem), backend)
 
 
 def _problem(mine: _Facts, mover: Backend | None, pool: KVBuffer, group: Group) -> str | None:
@@ -147,7 +191,7 @@ def _conclude(problems: list[str | None], backend: str) -> None:
 
 def _same(facts: list[_Facts]) -> None:
     """Refuse ranks that differ in what must be equal."""
-    for name in ("backend", "shards", "geometry", "place"):
+    for name in ("backend", "shards", "geometry", "allow_sm", "place"):
         values = [getattr(fact, name) for fact in facts]
         for rank, value in enumerate(values):
             if value != values[0]:

@@ -1,0 +1,204 @@
+"""The `p2p` back end: GPUs of one host that reach each other's memory, and their copy engines.
+
+Each layer is one batch for the copy engines, K and V of all peers together, ordered by events that
+other processes may wait for. This rank's own pages are copied within its GPU, which a copy engine
+does at a fraction of the rate between GPUs; whether they then go into the peers' batch or beside it
+is measured when the group meets, and never again.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+
+from hikv.buffer import KVBuffer
+from hikv.cp.backends import (
+    DirectCopies,
+    Group,
+    Moved,
+    OwnShard,
+    direct_copies,
+    layer_work,
+)
+from hikv.cp.handles import export_buffer, open_buffer
+from hikv.cp.scratch import Slot
+from hikv.cp.streams import StreamOrder
+from hikv.errors import GatherError
+from hikv.kernels.copy_engine import unavailable
+from hikv.kernels.memcpy import Descriptors
+from hikv.measure import Candidate, GpuClock, measure
+from hikv.plan import CopyPlan
+
+TOGETHER, APART = "in the peers' batch", "in a batch beside it"
+ROUNDS = 7
+POISON = 0xA5
+
+
+class PeerBackend(DirectCopies, StreamOrder):
+    """The batched copy engine, straight from the peers' pools, and no SM.
+
+    Pools come from torch's allocator and are opened by CUDA IPC. All ranks see the GPUs under the
+    same numbers. Pools must be at rest while the group meets: what decides how the own pages are
+    copied is timed on them, and compared byte for byte.
+    """
+
+    name, engine = "p2p", "copy engine"
+    own_shard: OwnShard | None = None
+
+    def obstacle(self, pool: KVBuffer) -> str | None:
+        """Pools must be on a GPU whose driver takes batches of copies."""
+        if pool.device.type != "cuda":
+            return f"its pool is on {pool.device}, not on a GPU"
+        return unavailable()
+
+    def export(self, pool: KVBuffer, rank: int, num_ranks: int) -> Any:
+        """The pool's handle, and one event per layer."""
+        self._own, self._rank, self._apart = pool, rank, False
+        self._order_on(pool.device, pool.spec.num_layers, interprocess=True)
+        with torch.cuda.device(pool.device):
+            self._beside = torch.cuda.Stream()
+            fences = [event.ipc_handle() for event in self._restored]
+
+        def share(storage: torch.Tensor) -> list[bytes | None]:
+            # One per peer: torch counts the receivers of what it pickles.
+            return [None if r == rank else _ipc_bytes(storage) for r in range(num_ranks)]
+
+        return pool.device.index, fences, export_buffer(pool, share)
+
+    def connect(self, exports: list[Any]) -> None:
+        """Open every pool and its events."""
+        self._pools, self._fences = [], []
+        for owner, (index, fences, handle) in enumerate(exports):
+            if owner == self._rank:
+                self._pools.append(self._own)
+                self._fences.append(self._restored)
+                continue
+            check_reach(self._device.index, index, owner)
+            self._pools.append(open_buffer(handle, lambda shared: self._open(shared[self._rank])))
+            device = torch.device("cuda", index)
+            self._fences.append([torch.cuda.Event.from_ipc_handle(device, f) for f in fences])
+
+    def _open(self, shared: bytes) -> torch.Tensor:
+        """A peer's storage. torch lets two GPUs reach each other when it first copies between them;
+        the driver alone would route its batches through the host."""
+        storage: torch.Tensor = pickle.loads(shared)
+        storage[:1].to(self._device)
+        return storage
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory beside the pool."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def steps(
+        self, slots: list[Slot], staging: Slot | None, group: Group, timeout_s: float
+    ) -> Sequence[Callable[[], None]]:
+        """The choice of how the own pages are copied."""
+        self._slots = slots
+        return (self._choose,)
+
+    def copy(self, layer: int, slot: int) -> Moved:
+        """Queue one batch, or two."""
+        fences = [events[layer] for events in self._fences]
+        if slot in self._free:
+            fences.append(self._free[slot])
+        for stream in self._streams(self._apart):
+            for fence in fences:
+                stream.wait_event(fence)
+        own, peers = self._work(self._copies[slot], layer)
+        self._ready[slot] = self._queue(own, peers, self._apart)
+        return Moved(len(own) + len(peers), int(own.nbytes.sum() + peers.nbytes.sum()))
+
+    def _streams(self, apart: bool) -> list[torch.cuda.Stream]:
+        return [self._stream, self._beside] if apart else [self._stream]
+
+    def _work(self, copies: dict[int, CopyPlan], layer: int) -> tuple[Descriptors, Descriptors]:
+        """The copies of a layer: of this rank's own pages, and of the peers'."""
+        own = [plan for owner, plan in copies.items() if owner == self._rank]
+        peers = [plan for owner, plan in copies.items() if owner != self._rank]
+        return layer_work(own, layer), layer_work(peers, layer)
+
+    def _queue(self, own: Descriptors, peers: Descriptors, apart: bool) -> torch.cuda.Event:
+        """Queue the copies of a layer; an event on the gather's stream behind all of them."""
+        with self._driver.primary_context(self._device.index):
+            if apart:
+                self._driver.copy(own, self._beside.cuda_stream)
+                self._driver.copy(peers, self._stream.cuda_stream)
+                self._stream.wait_event(self._beside.record_event())
+            else:
+                self._driver.copy(_joined(peers, own), self._stream.cuda_stream)
+        return self._stream.record_event()
+
+    def _choose(self) -> None:
+        """Time both ways on the largest layer that the scratch holds, on pages that do not join."""
+        ranks, slot = len(self._pools), self._slots[0]
+        block = slot.window.num_pages // ranks
+        pages = [np.arange(0, pool.num_pages, 2)[:block] for pool in self._pools]
+        if ranks == 1 or not block:
+            return
+        copies = direct_copies(self._pools, slot, pages)
+        own, peers = self._work(copies, 0)
+        nbytes = int(own.nbytes.sum() + peers.nbytes.sum())
+
+        def trial(apart: bool) -> None:
+            caller = torch.cuda.current_stream(self._device)
+            for stream in self._streams(apart):
+                stream.wait_stream(caller)
+            caller.wait_event(self._queue(own, peers, apart))
+
+        def candidate(way: str) -> Candidate:
+            apart = way == APART
+            check = partial(self._wrong, copies, partial(trial, apart))
+            return Candidate(way, nbytes, lambda turn: trial(apart), check)
+
+        ways = [candidate(TOGETHER), candidate(APART)]
+        found = measure(ways, GpuClock(self._device), rounds=ROUNDS)
+        for result in found:
+            if result.wrong is not None:
+                raise GatherError(
+                    f"own pages {result.name}: {result.wrong}",
+                    remedy="let nothing write to the pools while the group meets",
+                )
+        rates = {result.name: result.timing.gbps() for result in found if result.timing}
+        best = max(rates, key=rates.__getitem__)  # of equals the first, which is one batch
+        self._apart, self.own_shard = best == APART, OwnShard(best, rates)
+
+    def _wrong(self, copies: dict[int, CopyPlan], run: Callable[[], None]) -> str | None:
+        """Poison the slot, run the copies, wait, and compare layer 0 of every page."""
+        slot = self._slots[0]
+        for tensor in (slot.k, slot.v):
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(POISON)
+        run()
+        torch.cuda.synchronize(self._device)
+        for owner, plan in copies.items():
+            found = plan.dst.layer_range(0, 1).logical(plan.dst_pages.tolist())
+            held = plan.src.layer_range(0, 1).logical(plan.src_pages.tolist()).to(found.device)
+            if not torch.equal(found.view(torch.uint8), held.view(torch.uint8)):
+                return f"what arrived is not what rank {owner} has"
+        return None
+
+
+def check_reach(near: int, far: int, owner: int) -> None:
+    """Raise `GatherError` where GPU `near` cannot read GPU `far`, which is rank `owner`'s."""
+    if near != far and not torch.cuda.can_device_access_peer(near, far):
+        raise GatherError(
+            f"GPU {near} cannot reach the memory of GPU {far} (rank {owner})",
+            remedy="use GPUs joined by NVLink or by one PCIe root",
+        )
+
+
+def _joined(*parts: Descriptors) -> Descriptors:
+    columns = zip(*((part.src, part.dst, part.nbytes) for part in parts), strict=True)
+    return Descriptors(*map(np.concatenate, columns))
+
+
+def _ipc_bytes(storage: torch.Tensor) -> bytes:
+    import torch.multiprocessing  # noqa: F401  teaches the pickler how tensors are shared
+
+    return bytes(ForkingPickler.dumps(storage))
