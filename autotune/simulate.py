@@ -15,8 +15,8 @@ from functools import cache, partial
 from typing import Any
 
 from hikv.device import DeviceInfo
-from hikv.kernels.copy_boxes import no_rows, num_boxes
 from hikv.measure import Candidate, Measurement, Sample, measure
+from hikv.shapes import no_rows, num_boxes
 
 from .cases import Case
 from .space import Point, bytes_in_flight, littles_law, points

@@ -9,6 +9,7 @@ import torch
 
 from hikv.buffer import KVBuffer
 from hikv.device import (
+    DeviceInfo,
     cpu_numa_nodes,
     device_info,
     numa_mismatch,
@@ -21,6 +22,7 @@ from hikv.pinned import pinned_budget
 from hikv.plan import plan_transfer
 from hikv.spec import KVSpec
 from hikv.transfers import PATHS, obstacle
+from hikv.tuning import DEFAULT_BLOCK_QUOTA, read_tuned
 
 
 def examine() -> dict[str, Any]:
@@ -38,8 +40,19 @@ def examine() -> dict[str, Any]:
         "numa_warning": numa_mismatch(info.numa_node, nodes) if info else None,
         "pinned_budget": {"bytes": budget.available_bytes, "source": budget.source},
         "software": software_versions(),
+        "tuned": _tuned(info) if info else None,
         "paths": _paths(),
     }
+
+
+def _tuned(info: DeviceInfo) -> dict[str, Any]:
+    """The tables that `transfer()` would ask, first come first heard, and what is odd with any."""
+    found = read_tuned(info)
+    tables = [
+        {"file": str(file), "date": table.header.get("date"), "entries": len(table.entries)}
+        for file, table in found.tables
+    ]
+    return {"tables": tables, "notes": list(found.notes)}
 
 
 def _paths() -> dict[str, str | None]:
@@ -81,9 +94,20 @@ def describe(facts: dict[str, Any]) -> str:
     budget = facts["pinned_budget"]
     lines.append(f"pinned    up to {budget['bytes'] / 2**30:.1f} GiB ({budget['source']})")
     lines.append("software  " + ", ".join(f"{name} {v}" for name, v in software.items()))
+    if facts["tuned"] is not None:
+        lines += _tuned_lines(facts["tuned"])
     for name, reason in facts["paths"].items():
         lines.append(f"path      {name:<7} {'ready' if reason is None else 'no: ' + reason}")
     return "\n".join(lines)
+
+
+def _tuned_lines(tuned: dict[str, Any]) -> list[str]:
+    lines = [
+        f"tuned     {table['entries']} choices of {table['date']}, {table['file']}"
+        for table in tuned["tables"]
+    ]
+    none = f"tuned     none: kernels get {DEFAULT_BLOCK_QUOTA} CTAs; hikv tune finds better"
+    return [*(lines or [none]), *(f"warning   {note}" for note in tuned["notes"])]
 
 
 def _link(gpu: dict[str, Any]) -> str:

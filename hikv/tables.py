@@ -8,10 +8,12 @@ something that the tuner would never write is refused as a whole.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 import tempfile
+import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,7 @@ SOFT = ("driver", "cuda", "link")
 
 _HOUSE = Path(__file__).parent
 SHIPPED = _HOUSE / "tuned"
-_SOURCES = ("plan.py", "boxes.py", "kernels")
+_SOURCES = ("plan.py", "boxes.py", "shapes.py", "kernels")
 
 
 class Key(NamedTuple):
@@ -105,11 +107,33 @@ def identity(info: DeviceInfo) -> dict[str, Any]:
 
 
 def source_hash(house: Path = _HOUSE) -> str:
-    """A digest of the sources that plan and run copies."""
+    """A digest of the code that plans and runs copies; what it says about itself does not count."""
     roots = [house / name for name in _SOURCES]
     files = [file for root in roots for file in ([root] if root.suffix else root.glob("*.py"))]
-    named = [(file.relative_to(house).as_posix(), file.read_bytes()) for file in sorted(files)]
-    return _digest(b"".join(name.encode() + b"\0" + text + b"\0" for name, text in named))
+    named = [(f.relative_to(house).as_posix(), code_alone(f.read_text("utf-8"))) for f in files]
+    return _digest("".join(f"{name}\0{code}\0" for name, code in sorted(named)).encode())
+
+
+def code_alone(source: str) -> str:
+    """The lines of a Python `source` without comments, docstrings and what else is a mere string.
+
+    It is the text that is left, and no syntax tree, so it is the same under every Python.
+    """
+    lines = source.splitlines()
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    for token in tokens:
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    code = [token for token in tokens if token.type not in _LAYOUT]
+    ends = [tokenize.NEWLINE, *(token.type for token in code)]
+    for token, before, after in zip(code, ends, ends[2:], strict=False):
+        if token.type == tokenize.STRING and before == after == tokenize.NEWLINE:
+            lines[token.start[0] - 1 : token.end[0]] = [""] * (token.end[0] - token.start[0] + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 
 
 def _digest(data: bytes) -> str:

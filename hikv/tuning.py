@@ -125,15 +125,19 @@ def distance(key: Key, other: Key) -> tuple[int, int] | None:
     return abs(nbytes) + abs(octaves["run_bytes"]) + abs(octaves["layout_run"]), -nbytes
 
 
+def read_tuned(info: DeviceInfo) -> Tuned:
+    """The tables for the GPU `info`: one that does not fit this machine is ignored, and one that is
+    only doubtful used; notes say so. Raises `ArgumentError` for a bad `HIKV_*` variable."""
+    name = file_name(info.name, info.num_sms)
+    files = [folder / name for folder in (read_env().tuned_dir, SHIPPED)]
+    there = [file for file in files if file.exists()]
+    return load(there, identity(info)) if there else Tuned(())
+
+
 @functools.cache
 def tuned(info: DeviceInfo) -> Tuned:
-    """The tables for the GPU `info`, read once a process.
-
-    A table that does not fit this machine is ignored, and one that is only doubtful used; a warning
-    says so. Raises `ArgumentError` for a bad `HIKV_*` variable.
-    """
-    name = file_name(info.name, info.num_sms)
-    found = load((read_env().tuned_dir / name, SHIPPED / name), identity(info))
+    """`read_tuned`, once a process, with a warning for each note."""
+    found = read_tuned(info)
     for note in found.notes:
         warnings.warn(note, stacklevel=2)
     return found

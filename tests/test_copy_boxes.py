@@ -28,18 +28,11 @@ from hikv.buffer import KVBuffer
 from hikv.driver import CudaDriver, CudaHostRegistry
 from hikv.errors import DriverError, PathUnavailable
 from hikv.host_memory import Budget
-from hikv.kernels.copy_boxes import (
-    MAX_PITCH,
-    boxes,
-    copy_boxes,
-    launch,
-    no_rows,
-    num_boxes,
-    split_boxes,
-)
+from hikv.kernels.copy_boxes import boxes, copy_boxes, launch, split_boxes
 from hikv.kernels.memcpy import BATCH_3D, SINGLE_3D, BoxCopies, new_boxes
 from hikv.pinned import allocate_pinned
 from hikv.plan import plan_transfer
+from hikv.shapes import MAX_PITCH, no_rows, num_boxes
 from hikv.spec import KVSpec
 from hikv.transfers import PATHS
 

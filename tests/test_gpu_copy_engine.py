@@ -13,11 +13,11 @@ from oracle import LATENT_ORDERS, ORDERS
 from hikv.buffer import KVBuffer
 from hikv.errors import PathUnavailable
 from hikv.kernels.copy_boxes import launch as launch_boxes
-from hikv.kernels.copy_boxes import num_boxes
 from hikv.kernels.copy_engine import copy_engine, launch, unavailable
 from hikv.kernels.memcpy import BATCH, BATCH_3D, SINGLE, SINGLE_3D, memcpy_driver
 from hikv.pinned import allocate_pinned
 from hikv.plan import plan_transfer
+from hikv.shapes import num_boxes
 from hikv.spec import KVSpec
 
 reason = unavailable()

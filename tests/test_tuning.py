@@ -137,14 +137,57 @@ def test_the_identity_follows_gpu_sources_and_space(monkeypatch, tmp_path):
     assert identity(dataclasses.replace(GPU, num_sms=16))["num_sms"] == 16
     monkeypatch.setitem(tables.SPACE, "ce", {"block_quota": (0, 1)})
     assert identity(GPU)["space"] != before["space"]
-    for name in ("plan.py", "boxes.py", "kernels/a.py"):
+    sources = ("plan.py", "boxes.py", "shapes.py", "kernels/a.py")
+    for name in sources:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
     hashes = {tables.source_hash(tmp_path)}
-    for name in ("plan.py", "boxes.py", "kernels/a.py"):
+    for name in sources:
         (tmp_path / name).write_text("2")
         hashes.add(tables.source_hash(tmp_path))
-    assert len(hashes) == 4
+    assert len(hashes) == 5
+
+
+SOURCE = '''"""A module
+of two lines."""
+
+import math  # for π
+
+SIZE = 1
+"""What a reader wants to know."""
+
+
+class Way:
+    """Empty but for this."""
+
+    def go(self):
+        # Why.
+        return "# no comment" + f"{math.pi}#"  # in radians
+'''
+
+
+def test_words_about_the_code_do_not_make_it_another():
+    code = tables.code_alone(SOURCE)
+    assert code.splitlines() == [
+        "import math",
+        "SIZE = 1",
+        "class Way:",
+        "    def go(self):",
+        '        return "# no comment" + f"{math.pi}#"',
+    ]
+    assert tables.code_alone(SOURCE.replace("Why.", "Because.").replace("two", "2")) == code
+    assert tables.code_alone(SOURCE.replace("SIZE = 1", "SIZE = 2")) != code
+    assert tables.code_alone(SOURCE.replace("# no comment", "# a comment")) != code
+
+
+@pytest.mark.parametrize("file", sorted(Path(tables.__file__).parent.glob("kernels/*.py")))
+def test_the_code_of_every_kernel_is_found(file):
+    source = file.read_text(encoding="utf-8")
+    code = tables.code_alone(source)
+    assert tables.code_alone("# A remark.\n" + source) == code
+    for line in code.splitlines():
+        assert line in source
+    assert code.count("def ") >= source.count("\ndef ")
 
 
 @pytest.mark.parametrize(
