@@ -25,11 +25,12 @@ if TYPE_CHECKING:
         HikvError,
         PathUnavailable,
     )
+    from hikv.handle import Transfer
     from hikv.layout import list_layouts
     from hikv.pages import pages_of_slots
     from hikv.plan import CopyPlan
     from hikv.spec import KVSpec
-    from hikv.transfers import Transfer, plan_transfer, transfer
+    from hikv.transfers import plan_transfer, transfer
 
 _HOMES = {
     "ArgumentError": "hikv.errors",
@@ -47,7 +48,7 @@ _HOMES = {
     "KVSpec": "hikv.spec",
     "Namespace": "hikv.cache.node",
     "PathUnavailable": "hikv.errors",
-    "Transfer": "hikv.transfers",
+    "Transfer": "hikv.handle",
     "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
     "pages_of_slots": "hikv.pages",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from threading import Lock
-from typing import TypeAlias
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.device import device_info
 from hikv.errors import ArgumentError, PathUnavailable, check_type
+from hikv.handle import Transfer, keep
 from hikv.kernels.copy_boxes import PATH as BOXES
 from hikv.kernels.copy_engine import PATH as COPY_ENGINE
 from hikv.kernels.reference import PATH as CPU
@@ -29,75 +29,11 @@ PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGIN
 """Every path by name."""
 PATH_OBSTACLES.update({name: path.obstacle for name, path in PATHS.items()})
 
-__all__ = ["PATHS", "Transfer", "obstacle", "plan_transfer", "transfer"]
+__all__ = ["PATHS", "Transfer", "obstacle", "plan_transfer", "transfer", "transfer_in_turns"]
 
 _UNKNOWN_LINK_GBPS = 63.0  # PCIe 5 x16, where the link cannot be read
 
 Fence: TypeAlias = "torch.cuda.Stream | torch.cuda.Event"
-
-
-@dataclass(eq=False)
-class Transfer:
-    """A queued copy, and what ran.
-
-    Attributes:
-        plan: the plan that is being carried out.
-        path: name of the path that runs it.
-        block_quota: CTAs it may occupy; 0 on paths without a kernel.
-        nbytes: payload bytes, each counted once.
-        config_source: who chose path and quota: `"caller"`, `"default"` or a tuned table's name.
-    """
-
-    plan: CopyPlan = field(repr=False)
-    path: str
-    block_quota: int
-    config_source: str
-    _layer_events: dict[int, torch.cuda.Event] = field(default_factory=dict, repr=False)
-    _finished: torch.cuda.Event | None = field(default=None, repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes, each counted once."""
-        return self.plan.nbytes
-
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make `stream` (default: torch's current one) wait for the whole copy, not the CPU."""
-        if self._finished is not None:
-            (stream or torch.cuda.current_stream(self.plan.gpu)).wait_event(self._finished)
-
-    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Make `stream` wait until `layer` is there; without `layerwise`, for the whole copy.
-
-        `layer` counts from the buffers' first layer. Raises `ArgumentError` for a layer that the
-        copy does not move.
-        """
-        start, stop = self.plan.layers
-        if not start <= layer < stop:
-            raise ArgumentError(
-                "layer",
-                expected=f"a layer of this transfer, {start}..{stop - 1}",
-                got=layer,
-                remedy="wait for layers that were asked for",
-            )
-        event = self._layer_events.get(layer, self._finished)
-        if event is not None:
-            (stream or torch.cuda.current_stream(self.plan.gpu)).wait_event(event)
-
-    def done(self) -> bool:
-        """Whether every byte has arrived; never waits."""
-        passed = self._passed()
-        if passed:
-            _let_go()
-        return passed
-
-    def _passed(self) -> bool:
-        return self._finished is None or self._finished.query()
-
-    def synchronize(self) -> None:
-        """Block the calling thread until every byte has arrived."""
-        if self._finished is not None:
-            self._finished.synchronize()
-            _let_go()
 
 
 def transfer(
@@ -150,28 +86,77 @@ def transfer(
             into a graph; the reason is in the message. Nothing has moved.
         DriverError: the driver refused in the middle; the destination pages are undefined.
     """
+    (handle,) = transfer_in_turns(
+        [(src, dst)],
+        src_pages,
+        dst_pages,
+        after=after,
+        turns=() if layerwise else None,
+        layers=layers,
+        block_quota=block_quota,
+        path=path,
+        stream=stream,
+    )
+    return handle
+
+
+def transfer_in_turns(
+    pairs: Sequence[tuple[KVBuffer, KVBuffer]],
+    src_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    dst_pages: Sequence[int] | np.ndarray | torch.Tensor,
+    *,
+    after: Fence | Iterable[Fence] | None,
+    turns: Iterable[tuple[int, int]] | None = None,
+    layers: tuple[int, int] | range | None = None,
+    block_quota: int | None = None,
+    path: str | None = None,
+    stream: torch.cuda.Stream | None = None,
+) -> list[Transfer]:
+    """`transfer()` for buffers that share page ids, as KV and an indexer: a handle for each pair.
+
+    Args:
+        pairs: `(source, destination)`, all on one GPU, or all in host memory.
+        turns: `(pair, layer)` in the order to queue: what that pair has left before `layer`, a
+            layer at a time. What no turn names comes last. `None` queues each pair as a whole.
+
+    The other arguments, and what is raised, are as for `transfer`. Nothing moves unless every pair
+    can be served; after a failure in the middle the pages of all pairs are undefined.
+    """
     fences = _check_fences(after)
     _check_quota(path, block_quota)
     if stream is not None:
         check_type("stream", stream, torch.cuda.Stream, remedy="pass one, or None")
-    plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
-    choice = _choose(plan, path, block_quota, layerwise)
-    reason = obstacle(choice.path, plan)
-    if layerwise and not PATHS[choice.path].layerwise:
+    copies = []
+    for src, dst in pairs:
+        plan = plan_transfer(src, dst, src_pages, dst_pages, layers=layers)
+        choice = _choose(plan, path, block_quota, layerwise=turns is not None)
+        _require(choice.path, plan, layerwise=turns is not None)
+        copies.append((Transfer(plan, choice.path, choice.block_quota, choice.source), choice))
+    handles = [handle for handle, _ in copies]
+    gpus = {handle.plan.gpu for handle in handles}
+    if len(gpus) > 1:
+        raise ArgumentError(
+            "pairs", expected="one GPU", got=str(gpus), remedy="copy them by calls of their own"
+        )
+    if None in gpus:
+        for fence in fences:  # the calling thread copies, so it is the one to wait
+            fence.synchronize()
+        for handle, choice in copies:
+            _launch_on_host(choice, handle.plan)
+    elif handles and handles[0].plan.num_pages:
+        stream = check_stream(handles[0].path, handles[0].plan, stream)
+        _launch_on_gpu(copies, fences, stream, turns)
+    return handles
+
+
+def _require(path: str, plan: CopyPlan, layerwise: bool) -> None:
+    """Raise `PathUnavailable` where `path` cannot serve `plan`."""
+    reason = obstacle(path, plan)
+    if layerwise and not PATHS[path].layerwise:
         reason = reason or "it moves whole pages, not layer by layer"
     if reason is not None:
         remedy = f"choose another of {', '.join(PATHS)}, or path=None"
-        raise PathUnavailable(choice.path, reason, remedy=remedy)
-
-    handle = Transfer(plan, choice.path, choice.block_quota, choice.source)
-    if plan.gpu is None:
-        for fence in fences:  # the calling thread copies, so it is the one to wait
-            fence.synchronize()
-        _launch_on_host(choice, plan)
-    elif plan.num_pages:
-        stream = check_stream(choice.path, plan, stream)
-        _launch_on_gpu(choice, handle, fences, stream, layerwise)
-    return handle
+        raise PathUnavailable(path, reason, remedy=remedy)
 
 
 def obstacle(path: str, plan: CopyPlan) -> str | None:
@@ -201,62 +186,64 @@ def _launch_on_host(choice: Choice, plan: CopyPlan) -> None:
     path.launch(plan, **({"block_quota": choice.block_quota} if path.block_quota else {}))
 
 
-# Copies in flight, oldest first: their buffers must not be freed under the GPU's hands.
-_IN_FLIGHT: deque[Transfer] = deque()
-_IN_FLIGHT_LOCK = Lock()
-
-
 def _launch_on_gpu(
-    choice: Choice,
-    handle: Transfer,
+    copies: Sequence[tuple[Transfer, Choice]],
     fences: list[Fence],
     stream: torch.cuda.Stream,
-    layerwise: bool,
+    turns: Iterable[tuple[int, int]] | None,
 ) -> None:
-    plan, path = handle.plan, PATHS[choice.path]
+    handles = [handle for handle, _ in copies]
     try:
         for fence in fences:
             if isinstance(fence, torch.cuda.Event):
                 stream.wait_event(fence)
             else:
                 stream.wait_stream(fence)
-        options: dict[str, object] = {"stream": stream}
-        if path.block_quota:
-            options["block_quota"] = choice.block_quota
-        if choice.config is not None and path.config is not None:
-            options["config"] = path.config(**choice.config)
-        if path.shares_pages:
-            with on_stream(path.name, plan, stream) as device:
-                options["pages"] = upload_pages(plan, device)
-        if layerwise:
-            for layer in range(*plan.layers):
-                path.launch(plan.for_layers(layer, layer + 1), **options)
-                handle._layer_events[layer] = stream.record_event()
+        launches = [_launcher(handle.plan, choice, stream) for handle, choice in copies]
+        if turns is None:
+            for handle, launch in zip(handles, launches, strict=True):
+                launch(handle.plan)
         else:
-            path.launch(plan, **options)
+            _queue_in_turns(handles, launches, stream, turns)
     except BaseException:
         # What was queued before still runs. A GPU that is lost says so once more; the first says
         # why.
         with suppress(RuntimeError):
-            _keep(handle, stream)
+            keep(handles, stream)
         raise
-    _keep(handle, stream)
+    keep(handles, stream)
 
 
-def _keep(handle: Transfer, stream: torch.cuda.Stream) -> None:
-    """Mark the end of what is queued for `handle`, and hold its buffers until then."""
-    handle._finished = stream.record_event()
-    with _IN_FLIGHT_LOCK:
-        _IN_FLIGHT.append(handle)
-    _let_go()
+def _launcher(
+    plan: CopyPlan, choice: Choice, stream: torch.cuda.Stream
+) -> Callable[[CopyPlan], Any]:
+    """What queues `plan`, or some of its layers, as chosen; the page ids are on their way."""
+    path = PATHS[choice.path]
+    options: dict[str, Any] = {"stream": stream}
+    if path.block_quota:
+        options["block_quota"] = choice.block_quota
+    if choice.config is not None and path.config is not None:
+        options["config"] = path.config(**choice.config)
+    if path.shares_pages:
+        with on_stream(path.name, plan, stream) as device:
+            options["pages"] = upload_pages(plan, device)
+    return partial(path.launch, **options)
 
 
-def _let_go() -> None:
-    """Drop the hold on the buffers of copies that have passed."""
-    passed = []  # freed on return, since unpinning memory is too slow for under the lock
-    with _IN_FLIGHT_LOCK:
-        while _IN_FLIGHT and _IN_FLIGHT[0]._passed():
-            passed.append(_IN_FLIGHT.popleft())
+def _queue_in_turns(
+    handles: Sequence[Transfer],
+    launches: Sequence[Callable[[CopyPlan], Any]],
+    stream: torch.cuda.Stream,
+    turns: Iterable[tuple[int, int]],
+) -> None:
+    spans = [handle.plan.layers for handle in handles]
+    queued = [start for start, _ in spans]
+    for i, layer in chain(turns, enumerate(stop for _, stop in spans)):
+        while queued[i] < min(layer, spans[i][1]):
+            at = queued[i]
+            launches[i](handles[i].plan.for_layers(at, at + 1))
+            handles[i]._layer_events[at] = stream.record_event()
+            queued[i] += 1
 
 
 def _check_fences(after: Fence | Iterable[Fence] | None) -> list[Fence]:

@@ -208,26 +208,28 @@ class FakeStream:
         return FakeEvent()
 
 
-def test_a_stream_that_refuses_the_second_buffer_is_done_when_the_first_has_passed(
+def test_a_stream_that_refuses_in_the_middle_is_done_when_what_it_took_has_passed(
     pools, monkeypatch
 ) -> None:
-    """The pages are not free before: the first buffer's copy still writes them."""
+    """The pages are not free before: copies that were queued still write them."""
     calls = []
 
-    def transfer(source, target, src, dst, **options):
-        calls.append(options)
-        if len(calls) == 2:
-            raise DriverError("memcpy", 700, "CUDA_ERROR", remedy="none")
+    def transfer_in_turns(pairs, src, dst, **options):
+        calls.append((pairs, [*options.pop("turns")], options))
+        raise DriverError("memcpy", 700, "CUDA_ERROR", remedy="none")
 
-    monkeypatch.setattr(lanes, "transfer", transfer)
+    monkeypatch.setattr(lanes, "transfer_in_turns", transfer_in_turns)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     lane = StreamLane(torch.device("cuda"), path="ce", block_quota=0)
     fence = object()
     request = load(pools, [fence])
-    copy = lane.submit(replace(request, buffers=[*request.buffers] * 3))
-    assert len(calls) == 2
-    assert calls[0]["after"] == [fence]
-    assert (calls[0]["path"], calls[0]["block_quota"], calls[0]["layerwise"]) == ("ce", 0, True)
+    request = replace(request, buffers=[*request.buffers] * 3)
+    copy = lane.submit(request)
+    ((pairs, turns, options),) = calls
+    assert pairs == request.buffers
+    # Layer by layer, and every buffer before the next layer of any.
+    assert turns == [(i, layer + 1) for layer in range(request.num_layers) for i in range(3)]
+    assert options == {"after": [fence], "path": "ce", "block_quota": 0, "stream": lane._stream}
     assert not copy.done()
     copy.withdraw()
     assert not copy.done(), "a stream does not give back what is queued"

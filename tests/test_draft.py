@@ -407,9 +407,9 @@ class FakeTransfer:
 def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
     device = gpu_pool()
     host = HostPool.beside(device, num_pages=12, drafts=PACKED)
-    names = {buffer: name for name, buffer in device.buffers.items()}
     log: list = []
-    monkeypatch.setattr(lanes, "transfer", lambda _, into, *a, **k: FakeTransfer(names[into], log))
+    fakes = [FakeTransfer(name, log) for name in SPECS]
+    monkeypatch.setattr(lanes, "transfer_in_turns", lambda *_, **__: fakes)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
     both = [(host.buffers[name], device.buffers[name]) for name in SPECS]
     request = CopyRequest(both, np.arange(3), np.arange(3), (), layerwise=True)

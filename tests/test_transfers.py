@@ -213,6 +213,85 @@ def test_a_stream_of_another_gpu_or_under_capture_is_refused(monkeypatch, captur
         assert check_stream("sm", plan, here) is here
 
 
+def in_turns(monkeypatch, launch, turns) -> list[transfers.Transfer]:
+    """Two copies, of 3 and of 2 layers, queued by `launch` on a stream that is not there."""
+    path = replace(PATHS["sm"], launch=launch, shares_pages=False)
+    monkeypatch.setitem(PATHS, "sm", path)
+    monkeypatch.setattr(hikv.handle, "_IN_FLIGHT", deque())
+    handles = []
+    for num_layers in (3, 2):
+        spec = replace(SPEC, num_layers=num_layers)
+        src, dst = (
+            replace(KVBuffer.empty(spec, name, 8), device=torch.device("cuda", 0))
+            for name in ("layer_first", "page_first")
+        )
+        plan = hikv.plan_transfer(src, dst, IDS, IDS)
+        handles.append(transfers.Transfer(plan, "sm", 2, "default"))
+    stream = SimpleNamespace(record_event=Event)
+    copies = [(handle, Choice("sm", 2, "default")) for handle in handles]
+    try:
+        transfers._launch_on_gpu(copies, [], stream, turns)
+    finally:
+        assert list(hikv.handle._IN_FLIGHT) == handles, "both are held until both have passed"
+    return handles
+
+
+@pytest.mark.parametrize(
+    ("turns", "order"),
+    [
+        (None, [(3, 0, 3), (2, 0, 2)]),
+        ([], [(3, 0, 1), (3, 1, 2), (3, 2, 3), (2, 0, 1), (2, 1, 2)]),
+        (
+            [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 9)],
+            [(3, 0, 1), (2, 0, 1), (3, 1, 2), (2, 1, 2), (3, 2, 3)],
+        ),
+        ([(1, 2), (1, 1)], [(2, 0, 1), (2, 1, 2), (3, 0, 1), (3, 1, 2), (3, 2, 3)]),
+    ],
+    ids=["whole", "layer by layer", "in turns", "the second first"],
+)
+def test_copies_take_turns_by_layer(monkeypatch, turns, order):
+    queued = []
+
+    def launch(plan, **options):
+        assert options["block_quota"] == 2
+        queued.append((plan.src.spec.num_layers, *plan.layers))
+
+    handles = in_turns(monkeypatch, launch, turns)
+    assert queued == order
+    for handle in handles:
+        layers = [] if turns is None else [*range(handle.plan.src.spec.num_layers)]
+        assert [*handle._layer_events] == layers
+    assert not any(handle.done() for handle in handles)
+    handles[0]._finished.passed = True
+    assert all(handle.done() for handle in handles)
+
+
+def test_a_refusal_in_the_middle_of_turns_holds_what_was_queued(monkeypatch):
+    def launch(plan, **_):
+        if plan.layers == (1, 2):
+            raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        in_turns(monkeypatch, launch, [(1, 1)])
+
+
+def test_one_pair_that_cannot_be_served_refuses_all_before_any_moves(monkeypatch):
+    good, (src, dst) = pools(), pools()
+    good[1].regions[0].anchors[0, 0].fill_(0xA5)
+    other = KVBuffer.empty(replace(SPEC, num_kv_heads=4), "page_first", 8)
+    with pytest.raises(ArgumentError, match="num_kv_heads"):
+        transfers.transfer_in_turns([good, (src, other)], IDS, IDS, after=None)
+    assert bool((good[1].regions[0].anchors[0, 0] == 0xA5).all())
+    monkeypatch.setitem(PATHS, "ce", replace(PATHS["ce"], obstacle=lambda plan: None))
+    with pytest.raises(ArgumentError, match="pairs: expected one GPU"):
+        transfers.transfer_in_turns([good, on_a_gpu()], IDS, IDS, after=None, path="ce")
+    first, second = transfers.transfer_in_turns([good, (src, dst)], IDS, IDS, after=None)
+    for handle, pair in ((first, good), (second, (src, dst))):
+        assert handle.path == "cpu"
+        moved, source = pair[1].logical(IDS), pair[0].logical(IDS)
+        assert torch.equal(moved.view(torch.uint8), source.view(torch.uint8))
+
+
 def test_a_lost_gpu_reports_what_lost_it(monkeypatch):
     def launch(*_, **__):
         raise RuntimeError("illegal memory access, the first")
@@ -224,21 +303,21 @@ def test_a_lost_gpu_reports_what_lost_it(monkeypatch):
     handle = transfers.Transfer(hikv.plan_transfer(*on_a_gpu(), IDS, IDS), "sm", 2, "default")
     stream = SimpleNamespace(record_event=record_event)
     with pytest.raises(RuntimeError, match="the first"):
-        transfers._launch_on_gpu(Choice("sm", 2, "default"), handle, [], stream, layerwise=False)
+        transfers._launch_on_gpu([(handle, Choice("sm", 2, "default"))], [], stream, None)
 
 
 def test_buffers_are_let_go_once_a_handle_says_that_they_arrived(monkeypatch):
-    monkeypatch.setattr(transfers, "_IN_FLIGHT", deque())
+    monkeypatch.setattr(hikv.handle, "_IN_FLIGHT", deque())
     event = Event()
     stream = SimpleNamespace(record_event=lambda: event)
     path = replace(PATHS["sm"], launch=lambda *_, **__: None, shares_pages=False)
     monkeypatch.setitem(PATHS, "sm", path)
     src, dst = on_a_gpu()
     handle = transfers.Transfer(hikv.plan_transfer(src, dst, IDS, IDS), "sm", 2, "default")
-    transfers._launch_on_gpu(Choice("sm", 2, "default"), handle, [], stream, layerwise=False)
+    transfers._launch_on_gpu([(handle, Choice("sm", 2, "default"))], [], stream, None)
     held = weakref.ref(src)
     assert not handle.done()
-    assert list(transfers._IN_FLIGHT) == [handle]
+    assert list(hikv.handle._IN_FLIGHT) == [handle]
     event.passed = True
     assert handle.done()
     del handle, src

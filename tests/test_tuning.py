@@ -310,7 +310,7 @@ def test_the_chosen_config_and_ctas_reach_the_launcher(monkeypatch, config):
     choice = Choice("sm", 4, "t.json", config)
     handle = transfers.Transfer(meta_plan(), choice.path, choice.block_quota, choice.source)
     stream = FakeStream()
-    transfers._launch_on_gpu(choice, handle, [], stream, layerwise=False)
+    transfers._launch_on_gpu([(handle, choice)], [], stream, None)
     assert handle.done()
     (options,) = launched
     assert (options["stream"], options["block_quota"]) == (stream, 4)

@@ -8,7 +8,7 @@ those who wait for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -18,8 +18,9 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
 from hikv.errors import HikvError
+from hikv.handle import Transfer
 from hikv.spec import KVSpec
-from hikv.transfers import Transfer, transfer
+from hikv.transfers import transfer, transfer_in_turns
 
 Fence: TypeAlias = "torch.cuda.Stream | torch.cuda.Event | threading.Event"
 """What produced a copy's source and released its destination: GPU lanes take a stream or an event
@@ -74,6 +75,13 @@ class CopyRequest:
             return spec.num_layers
         passed = self.buffers[0][0].spec.first_layer + layer + 1 - spec.first_layer
         return min(max(passed, 0), spec.num_layers)
+
+    def turns(self) -> Iterator[tuple[int, int]]:
+        """Buffer, and the layers it has `due`, in the order to copy: what each layer of the forward
+        pass needs comes before what the next one does."""
+        for layer in range(self.num_layers):
+            for i, (source, _) in enumerate(self.buffers):
+                yield i, self.due(layer, source.spec)
 
     @property
     def nbytes(self) -> int:
@@ -227,19 +235,16 @@ class StreamLane:
         transfers: list[Transfer] = []
         failure: Exception | None = None
         try:
-            for source, target in request.buffers:
-                moved = transfer(
-                    source,
-                    target,
-                    request.src_pages,
-                    request.dst_pages,
-                    after=request.fences,  # type: ignore[arg-type]
-                    layerwise=request.layerwise,
-                    path=self._path,
-                    block_quota=self._block_quota,
-                    stream=self._stream,
-                )
-                transfers.append(moved)
+            transfers = transfer_in_turns(
+                request.buffers,
+                request.src_pages,
+                request.dst_pages,
+                after=request.fences,  # type: ignore[arg-type]
+                turns=request.turns() if request.layerwise else None,
+                path=self._path,
+                block_quota=self._block_quota,
+                stream=self._stream,
+            )
         except Exception as error:  # is the copy's result; what was queued before still runs
             failure = error
         return StreamCopy(request, transfers, failure, self._stream.record_event())
