@@ -34,7 +34,7 @@ FLOORS = (
     ),
     ("hikv/cp/board.py",),
     ("hikv/plan.py",),
-    ("hikv/boxes.py", "hikv/shapes.py", "hikv/tuning.py", "hikv/measure.py"),
+    ("hikv/boxes.py", "hikv/shapes.py", "hikv/tuning.py", "hikv/measure.py", "hikv/handle.py"),
     ("hikv/kernels/submit.py", "hikv/kernels/memcpy.py"),
     (
         "hikv/kernels/reference.py",
