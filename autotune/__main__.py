@@ -12,11 +12,13 @@ from hikv.console import until_reader_leaves
 from hikv.device import cpu_numa_nodes, device_info, numa_mismatch, probe_failure
 from hikv.env import read_env
 from hikv.errors import ArgumentError, HikvError
+from hikv.picture import check_file, pyplot
 from hikv.tables import SHIPPED, file_name, read_table
 
 from . import report
 from .bench import Bench
 from .cases import parse_cases
+from .picture import draw_search
 from .session import Options, Outcome, tune
 from .simulate import PRESETS, SimulatedGpu
 
@@ -58,6 +60,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--target", type=float, default=0.9, metavar="SHARE", help="of the ceiling, default 0.9")
     add("--no-interference", action="store_true", help="leave out the GEMM beside the copies")
     add("--ship", action="store_true", help="write to the package, not to HIKV_TUNED_DIR")
+    add(
+        "--plot", type=Path, metavar="FILE", help="draw GB/s by CTAs (needs matplotlib: hikv[plot])"
+    )
     add("--simulate", choices=PRESETS, metavar="GPU", help=f"none here: {', '.join(PRESETS)}")
     return parser
 
@@ -70,6 +75,9 @@ def _tune(args: argparse.Namespace) -> int:
         interference=not args.no_interference,
         budget=args.budget,
     )
+    if args.plot is not None:
+        check_file("--plot", args.plot)
+        pyplot()
     bench = _bench(args)
     if spoilt := bench.disturbances():
         raise ArgumentError(
@@ -80,7 +88,9 @@ def _tune(args: argparse.Namespace) -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     outcome = tune(bench, path, options, date=today, progress=_progress)
     _progress(0, 0, "")
-    return _tell(outcome, path)
+    if args.plot is not None and outcome.timings:
+        draw_search(outcome.table, outcome.timings, args.plot)
+    return _tell(outcome, path, args.plot)
 
 
 def _bench(args: argparse.Namespace) -> Bench:
@@ -101,7 +111,7 @@ def _bench(args: argparse.Namespace) -> Bench:
     return bench
 
 
-def _tell(outcome: Outcome, path: Path) -> int:
+def _tell(outcome: Outcome, path: Path, plot: Path | None) -> int:
     print(report.show(outcome.table))
     for (case, point), why in outcome.wrong.items():
         print(f"{case} by {point} was left out: {why}", file=sys.stderr)
@@ -111,6 +121,8 @@ def _tell(outcome: Outcome, path: Path) -> int:
     print(f"\n{outcome.searched} cases searched, {len(outcome.table.entries)} entries in {path}")
     if outcome.stopped:
         print(f"stopped: {outcome.stopped}; run again to go on from here")
+    if plot is not None:
+        print(f"drawn: {plot}" if outcome.timings else "nothing drawn: no case was left to time")
     return int(bool(outcome.wrong))
 
 

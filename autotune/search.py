@@ -34,10 +34,12 @@ EQUAL = 0.02  # rates this close are one rate: the smaller tile wins
 
 @dataclass(frozen=True)
 class Found:
-    """The entry for a case, `None` if nothing copied it right, and what was left out as wrong."""
+    """The entry for a case, `None` if nothing copied it right; what was left out as wrong; and the
+    timings of the rest, those of a point that came near being chosen from its last batches."""
 
     entry: Entry | None
     wrong: Mapping[Point, str]
+    timings: Mapping[Point, Timing]
 
 
 def search(case: Case, bench: Bench, *, target: float, quick: bool, interference: bool) -> Found:
@@ -54,7 +56,7 @@ def search(case: Case, bench: Bench, *, target: float, quick: bool, interference
     screening = _Trials(case, bench)
     screened = screening.run(bench.points(case, quick), plan.screen)
     if not screened:
-        return Found(None, screening.wrong)
+        return Found(None, screening.wrong, {})
     finalists = _finalists(screened, target, ceiling)
     # Samples of their own: those of the screening flatter whoever it picked.
     trials, rates = _Trials(case, bench), dict[Point, float]()
@@ -70,7 +72,7 @@ def search(case: Case, bench: Bench, *, target: float, quick: bool, interference
     record = _record(ranked, timings, bench.predicted(case, chosen), slowdown)
     record |= {"target": target, "required": _figure(required)}
     entry = Entry(case.key, chosen.path, chosen.block_quota, dict(chosen.config), record)
-    return Found(entry, screening.wrong)
+    return Found(entry, screening.wrong, screened | timings)
 
 
 class _Trials:

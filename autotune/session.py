@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hikv.errors import ArgumentError
+from hikv.measure import Timing
 from hikv.tables import HARD, Entry, Key, Table, differences, identity, read_table, write_table
 from hikv.tuning import distance
 
@@ -60,6 +61,7 @@ class Outcome:
     Attributes:
         table: all entries, with those that were there before.
         searched: cases of this run.
+        timings: what each of them was timed at, by point.
         wrong: what copied wrong bytes, by case and point.
         stopped: why it ended before its cases did, or `None`.
         failed: whether that was no choice of ours: a disturbed machine, or wrong bytes alone.
@@ -67,6 +69,7 @@ class Outcome:
 
     table: Table
     searched: int = 0
+    timings: dict[Case, Mapping[Point, Timing]] = field(default_factory=dict)
     wrong: dict[tuple[Case, Point], str] = field(default_factory=dict)
     stopped: str | None = None
     failed: bool = False
@@ -123,6 +126,7 @@ def tune(
                 outcome.stopped, outcome.failed = f"no way to copy {case} is right", True
                 break
             entries[case.key] = found.entry
+            outcome.timings[case] = found.timings
             outcome.searched += 1
             if clock() - written >= _SAVE_SECONDS:
                 write_table(partial, outcome.table)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hikv.device import DeviceInfo, probe_failure, software_versions
-from hikv.errors import ArgumentError
+from hikv.picture import check_file, pyplot
 
 WIDTH = 100
 SCHEMA = 1
@@ -242,39 +242,10 @@ def check_output_options(args: argparse.Namespace) -> None:
     """Refuse before the work what could not be written after it; raises `ArgumentError`."""
     for name in ("json", "markdown", "plot"):
         path: Path | None = getattr(args, name)
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ArgumentError(
-                f"--{name}",
-                expected="a file in a folder that exists",
-                got=path,
-                remedy=f"make {path.parent} first",
-            )
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ArgumentError(
-                f"--{name}",
-                expected="a file that can be written",
-                got=path,
-                remedy="name another file",
-            )
+        if path is not None:
+            check_file(f"--{name}", path)
     if args.plot is not None:
         pyplot()
-
-
-def pyplot() -> Any:
-    """`matplotlib.pyplot` for files; raises `ArgumentError` where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ArgumentError(
-            "--plot", expected="matplotlib", got=error, remedy="pip install 'hikv[plot]'"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
 
 
 def write_outputs(report: Report, args: argparse.Namespace) -> None:

@@ -1,29 +1,19 @@
-"""Pictures of one figure against another, drawn by matplotlib where that is installed."""
+"""What the commands draw, and how each presents its report."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from hikv.picture import Series, draw
 
 from .case import DIRECTIONS, Case
 from .model import BASELINE_IN_FLIGHT, Link, predict
-from .output import Report, pyplot, write_outputs
+from .output import Report, write_outputs
 from .published import published
 
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a panel, or loose points; `spread` is the low and the high end of each point."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    line: bool = True
-    spread: Sequence[tuple[float, float]] | None = None
-
+__all__ = ["CURVE", "Series", "cta_panels", "draw", "present"]
 
 CURVE = tuple(range(1, 65))
 
@@ -71,43 +61,3 @@ def present(
     print(report.terminal())
     if args.plot is not None:
         draw(f"{report.command}: {report.kind}\n{report.subject}", panels(), args.plot, **axes)
-
-
-def draw(
-    title: str,
-    panels: Mapping[str, Sequence[Series]],
-    file: Path,
-    x: str = "CTAs",
-    y: str = "GB/s (10⁹ payload bytes)",
-) -> None:
-    """One panel a name, `x` on a logarithmic axis; the format follows the file's name."""
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(10, 4.5), sharey=True, squeeze=False, layout="constrained"
-    )
-    top = max((value for series in panels.values() for one in series for value in one.y), default=1)
-    for axis, (name, series) in zip(axes[0], panels.items(), strict=True):
-        for one in series:
-            errors = None
-            if one.spread is not None:
-                pairs = zip(one.y, one.spread, strict=True)
-                errors = list(zip(*((y - low, high - y) for y, (low, high) in pairs), strict=True))
-            axis.errorbar(
-                one.x,
-                one.y,
-                yerr=errors,
-                label=one.label,
-                linestyle="-" if one.line else "none",
-                marker="" if one.line else "o",
-                capsize=3,
-            )
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.set(title=name, xlabel=x, ylim=(0, 1.1 * top))
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(y)
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(file, dpi=150)
-    plt.close(figure)

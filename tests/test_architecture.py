@@ -20,7 +20,7 @@ PACKAGES = ("hikv", "autotune", "perf")
 # which to read them.
 FLOORS = (
     ("hikv/errors.py", "hikv/assembly.py", "hikv/console.py", "hikv/tuned/__init__.py"),
-    ("hikv/env.py", "hikv/spec.py", "hikv/cp/shard_map.py"),
+    ("hikv/env.py", "hikv/picture.py", "hikv/spec.py", "hikv/cp/shard_map.py"),
     ("hikv/layout.py", "hikv/device.py", "hikv/driver.py", "hikv/host_memory.py"),
     ("hikv/pinned.py", "hikv/region.py", "hikv/tables.py"),
     ("hikv/buffer.py",),
