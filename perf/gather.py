@@ -1,246 +1,175 @@
-"""Gather of sharded pages by ranks on this CPU, beside an all-gather of the same bytes.
+"""Gather of sharded pages by ranks of one host, beside an all-gather of the same bytes.
 
-Every rank is a process with a pool of its own in shared memory, its pages scattered. One run
-gathers all layers of one batch through the `host` back end; the other is an all-gather over gloo,
-of blocks that were packed beforehand at no cost. The gathered bytes are compared first. This shows
-what the plan and the hand-shakes cost; it says nothing about a GPU.
+Every rank is a process with a pool of its own, its pages scattered. One run gathers all layers of
+one batch; the other is an all-gather of blocks that were packed beforehand at no cost: by NCCL
+between GPUs, and by gloo on this CPU, which shows what the plan and the hand-shakes cost and says
+nothing about a GPU. The gathered bytes are compared first.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import tempfile
-import time
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.multiprocessing.spawn import spawn
 
-from hikv.buffer import KVBuffer
-from hikv.cp.gather import ZeroSMGather
-from hikv.cp.group import TorchGroup
-from hikv.cp.plan import GatherPlan, Request, plan_gather
-from hikv.cp.shard_map import ShardMap
-from hikv.cp.shared_memory import shared_host_memory
-from hikv.device import device_info
-from hikv.errors import GatherError
+from hikv.device import device_info, probe_failure
+from hikv.errors import PathUnavailable
 from hikv.spec import KVSpec
 
 from .case import DTYPES, positive
+from .gather_ranks import HIKV, Work, rank_row
 from .output import Column, Report, Table, add_output_options, check_output_options
 from .plot import Series, present
+from .ranks import run_ranks
 
-TIMEOUT_S = 120
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What all ranks gather, `rounds` times each way."""
-
-    spec: KVSpec
-    tokens: int
-    rounds: int
+TOKENS = {"cpu": 16_384, "gpu": 131_072}
+LAYERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `perf gather`."""
     add = parser.add_argument
     add("--ranks", type=_ranks, default=(2, 4), metavar="N,…", help="processes, default 2,4")
-    add("--tokens", type=positive, default=16384, metavar="N", help="of the prefix, default 16384")
+    add("--backend", choices=("host", "p2p", "nccl"), help="default p2p on GPUs, else host")
+    add("--tokens", type=positive, metavar="N", help="of the prefix, default 16384, 131072 on GPUs")
     add("--page", type=positive, default=64, metavar="TOKENS", help="tokens a page, default 64")
-    add("--layers", type=positive, default=8, metavar="N", help="default 8")
+    add("--layers", type=positive, default=LAYERS, metavar="N", help=f"default {LAYERS}")
     add("--heads", type=positive, metavar="H", help="K/V heads of 128; default latent rows")
     add("--mla", type=positive, default=1152, metavar="ROW_BYTES", help="latent rows, default 1152")
     add("--dtype", choices=DTYPES, default="bf16", help="of K/V heads, default bf16")
     add("--rounds", type=positive, default=9, metavar="N", help="timed runs each way, default 9")
+    add("--gemm", type=positive, default=4096, metavar="N", help="rows of the GEMM beside, on GPUs")
     add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 if any byte was wrong."""
+    """Print the tables; 1 if any byte was wrong, a kernel was seen, or nothing could be measured.
+
+    Kernels are no fault of `nccl`, which owns up to them.
+    """
     check_output_options(args)
+    rows = [measure_ranks(work_of(args, num_ranks), num_ranks) for num_ranks in args.ranks]
+    present(_report(args, rows), args, lambda: {"": _series(rows)}, x="ranks")
+    figures = [row for row in rows if "refused" not in row]
+    return int(not figures or any(row["wrong bytes"] or row.get("kernels") for row in figures))
+
+
+def work_of(args: argparse.Namespace, num_ranks: int) -> Work:
+    """What so many ranks are to do; ranks share GPUs in turn where there are too few."""
     if args.heads:
         spec = KVSpec(args.layers, args.heads, 128, args.page, DTYPES[args.dtype])
     else:
         spec = KVSpec(args.layers, 1, args.mla, args.page, torch.uint8, latent=True)
-    work = Workload(spec, args.tokens, args.rounds)
-    rows = [measure_ranks(work, num_ranks) for num_ranks in args.ranks]
-    present(_report(work, rows), args, lambda: {"": _series(rows)}, x="ranks")
-    return int(any(row["wrong bytes"] for row in rows))
+    backend = args.backend or ("p2p" if device_info() is not None else "host")
+    if backend != "host" and device_info() is None:
+        raise PathUnavailable(backend, str(probe_failure()), remedy="use --backend host")
+    if backend == "host":
+        return Work(spec, args.tokens or TOKENS["cpu"], args.rounds)
+    count = max(1, torch.cuda.device_count())
+    gpus = tuple(rank % count for rank in range(num_ranks))
+    tokens = args.tokens or TOKENS["gpu"]
+    return Work(spec, tokens, args.rounds, backend, gpus, args.gemm)
 
 
-def measure_ranks(work: Workload, num_ranks: int) -> dict[str, Any]:
+def measure_ranks(work: Work, num_ranks: int) -> dict[str, Any]:
     """One row: `num_ranks` processes. Raises `GatherError` where they do not end in time."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{Path(folder) / 'store'}"
-        ranks = spawn(_rank, (num_ranks, store, work, answers), nprocs=num_ranks, join=False)
-        until = time.monotonic() + 2 * TIMEOUT_S
-        while not ranks.join(timeout=1.0):
-            if time.monotonic() > until:
-                for process in ranks.processes:
-                    process.kill()
-                raise GatherError("the ranks did not end in time", remedy="measure less")
-        row: dict[str, Any] = answers.get()
-        return row
-
-
-def _rank(rank: int, num_ranks: int, store: str, work: Workload, answers: Any) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    shards, group = ShardMap(num_ranks, work.spec.page_size), TorchGroup()
-    num_pages = work.spec.pages_for(work.tokens)
-    own_pages = shards.local_pages(num_pages + num_ranks, 0) * 2
-    memory = shared_host_memory(own_pages * work.spec.bytes_per_page)
-    memory.random_(generator=torch.Generator().manual_seed(rank))
-    pool = KVBuffer.from_tensor(memory, work.spec, "layer_first")
-    scattered = np.random.default_rng(0).permutation(num_ranks * own_pages)[:num_pages]
-    plan = plan_gather(shards, [Request(scattered, num_pages * work.spec.page_size)])
-    gather = ZeroSMGather(
-        pool, shards, group, max_pages=plan.num_pages, backend="host", timeout_s=TIMEOUT_S
-    )
-    # Every layer's block of this rank, packed and padded as the scratch holds it.
-    block = _block(pool, plan, rank)
-    gathered = [torch.empty_like(block[0]) for _ in range(num_ranks)]
-
-    wrong = 0
-    gather.begin(plan)
-    gather.restored()
-    for layer in range(work.spec.num_layers):
-        dist.all_gather(gathered, block[layer])
-        wrong += _wrong_bytes(gather.wait(layer), gathered, plan)
-    gather.end()
-
-    def by_gather() -> None:
-        gather.begin(plan)
-        gather.restored()
-        for layer in range(work.spec.num_layers):
-            gather.wait(layer)
-        gather.end()
-
-    def by_gloo() -> None:
-        for layer in range(work.spec.num_layers):
-            dist.all_gather(gathered, block[layer])
-
-    seconds: dict[str, list[float]] = {"hikv": [], "gloo": []}
-    for turn in range(work.rounds):
-        ways = [("hikv", by_gather), ("gloo", by_gloo)]
-        for name, way in ways if turn % 2 else reversed(ways):
-            dist.barrier()
-            start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
-    report = gather.report()
-    gather.close()
-    everybody = group.exchange((seconds, wrong))
-    if rank == 0:
-        answers.put(_row(work, plan, report, everybody))
-    dist.barrier()
-
-
-def _block(pool: KVBuffer, plan: GatherPlan, rank: int) -> torch.Tensor:
-    """`[layer, kv, block page, bytes]` of this rank's pages, zero where padded."""
-    spec, pages = pool.spec, plan.local_pages[rank]
-    kv = spec.components[0].kv
-    rows = (
-        pool.logical(pages.tolist()).view(torch.uint8).reshape(len(pages), spec.num_layers, kv, -1)
-    )
-    block = torch.zeros(spec.num_layers, kv, plan.block_pages, rows.shape[-1], dtype=torch.uint8)
-    block[:, :, : len(pages)] = rows.permute(1, 2, 0, 3)
-    return block
-
-
-def _wrong_bytes(layer: Any, gathered: list[torch.Tensor], plan: GatherPlan) -> int:
-    wrong = 0
-    for owner, block in enumerate(gathered):
-        places = torch.from_numpy(plan.block(owner))
-        for tensor, expected in zip((layer.k, layer.v), block, strict=False):
-            found = tensor[places].view(torch.uint8).reshape(len(places), -1)
-            wrong += int((found != expected[: len(places)]).sum())
-    return wrong
-
-
-def _row(work: Workload, plan: GatherPlan, report: Any, everybody: list[Any]) -> dict[str, Any]:
-    """A round lasts until its slowest rank is done."""
-    spec = work.spec
-    nbytes = plan.gathered_pages * spec.bytes_per_page
-    row: dict[str, Any] = {
-        "ranks": plan.shards.num_ranks,
-        "layer MiB": nbytes / spec.num_layers / 2**20,
-        "copies": report.copies // report.layers,
-        "engine": report.engine,
-        "wrong bytes": sum(wrong for _, wrong in everybody),
-    }
-    slowest = {
-        way: np.max([seconds[way] for seconds, _ in everybody], axis=0) for way in ("hikv", "gloo")
-    }
-    for way, seconds in slowest.items():
-        low, middle, high = np.percentile(nbytes / seconds / 1e9, (10, 50, 90))
-        row |= {f"{way} p10": low, way: middle, f"{way} p90": high}
-    ratios = slowest["gloo"] / slowest["hikv"]
-    row["ratio"] = float(np.median(ratios))
+    row: dict[str, Any] = run_ranks(rank_row, num_ranks, work.seconds, work)
     return row
 
 
-def _report(work: Workload, rows: list[dict[str, Any]]) -> Report:
-    spec = work.spec
-    table = Table(
-        "measured on this CPU: host back end beside gloo's all-gather",
-        [
-            Column("ranks", "ranks"),
-            Column("layer MiB", "MiB a layer", ".1f"),
-            Column("copies", "copies a layer"),
-            *(
-                Column(key, title, ".2f", group=f"{way}, GB/s a rank")
-                for way in ("hikv", "gloo")
-                for key, title in ((f"{way} p10", "p10"), (way, "median"), (f"{way} p90", "p90"))
-            ),
-            Column("ratio", "hikv / gloo", ".2f"),
-            Column("wrong bytes", "wrong bytes"),
-        ],
-        rows,
-        [
-            "hikv / gloo: median over rounds of the ratio of the rates; above 1 hikv is faster.",
-            "gloo's blocks are packed beforehand and not timed; hikv reads scattered pages.",
-        ],
-    )
-    rows_of = f"rows of {spec.bytes_per_token_layer} B"
+def _report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Report:
+    work = work_of(args, rows[0]["ranks"])
+    spec, place = work.spec, "between GPUs" if work.gpus else "on this CPU"
     return Report(
         "perf gather",
-        "measured on the CPU",
+        f"measured {place}",
         f"{work.tokens} tokens on scattered pages of {spec.page_size}, {spec.num_layers} layers, "
-        f"{rows_of} a token, {work.rounds} rounds each way",
+        f"rows of {spec.bytes_per_token_layer} B a token, {work.rounds} rounds each way",
         "GB/s = 10⁹ payload bytes a second that each rank receives, its own shard included and "
-        "padding not, until the slowest rank is done",
+        "padding not, hand-shakes included, until the slowest rank is done",
         device_info(),
-        [table],
+        gather_tables(rows, work.backend, place),
     )
 
 
-def _series(rows: list[dict[str, Any]]) -> list[Series]:
-    ranks = [row["ranks"] for row in rows]
+def gather_tables(rows: Sequence[dict[str, Any]], backend: str, place: str) -> list[Table]:
+    """What all ranks received, and who read from whom at which rate."""
+    rival = next((row["rival"] for row in rows if "rival" in row), "all-gather")
+    shown = [row | {"sms": _kernels_in(row)} for row in rows if "refused" not in row]
+    columns = [
+        Column("ranks", "ranks"),
+        Column("layer MiB", "MiB a layer", ".1f"),
+        Column("copies", "copies a layer"),
+        *(
+            Column(key, title, ".2f", group=f"{way}, GB/s a rank")
+            for way in (HIKV, rival)
+            for key, title in ((f"{way} p10", "p10"), (way, "median"), (f"{way} p90", "p90"))
+        ),
+        Column("ratio", f"{HIKV} / {rival}", ".2f"),
+    ]
+    if any("kernels" in row and row["kernels"] is not None for row in shown):
+        columns.append(Column("sms", "SM kernels"))
+    if any(f"{HIKV} gemm" in row for row in shown):
+        columns += [Column(f"{way} gemm", way, ".3f", "GEMM beside, ×") for way in (HIKV, rival)]
+    columns.append(Column("wrong bytes", "wrong bytes"))
+    title = f"{backend} back end beside {rival}'s all-gather, measured {place}"
+    return [
+        Table(title, columns, shown, _notes(rows, rival)),
+        *(_matrix(row) for row in shown if row.get("by owner")),
+    ]
+
+
+def _kernels_in(row: dict[str, Any]) -> int | None:
+    return None if row.get("kernels") is None else len(row["kernels"])
+
+
+def _notes(rows: Sequence[dict[str, Any]], rival: str) -> list[str]:
+    notes = [
+        f"{HIKV} / {rival}: median over rounds of the ratio of the rates; above 1 hikv is faster. "
+        f"{rival}'s blocks are packed beforehand and not timed; hikv reads scattered pages."
+    ]
+    for row in rows:
+        at = f"{row['ranks']} ranks"
+        if "refused" in row:
+            notes.append(f"waived, {at}: {row['refused']}")
+        if row.get("waived"):
+            notes.append(f"waived, {row['rival']} with {at}: {row['waived']}")
+        if row.get("own shard"):
+            rates = ", ".join(f"{way} {gbps:.1f}" for way, gbps in row["own shard gbps"].items())
+            notes.append(f"{at}: rank 0's own pages go {row['own shard']} (GB/s: {rates})")
+        if row.get("kernels"):
+            notes.append(f"SM KERNELS, {at}: {', '.join(row['kernels'])}")
+    return notes
+
+
+def _matrix(row: dict[str, Any]) -> Table:
+    """Who reads from whom: batches of one owner's pages alone, which all ranks read at once."""
+    owners = range(row["ranks"])
+    columns = [
+        Column("reader", "rank"),
+        *(Column(f"owner {owner}", str(owner), ".2f", "reads from rank") for owner in owners),
+    ]
+    lines = [
+        {"reader": reader} | {f"owner {owner}": gbps for owner, gbps in enumerate(rates)}
+        for reader, rates in enumerate(row["by owner"])
+    ]
+    title = f"{row['ranks']} ranks, GB/s from each owner, all ranks reading at once"
+    return Table(title, columns, lines, ["A rank's own pages are a copy within its memory."])
+
+
+def _series(rows: Sequence[dict[str, Any]]) -> list[Series]:
+    timed = [row for row in rows if "refused" not in row]
+    ways = [HIKV, *dict.fromkeys(row["rival"] for row in timed if row["rival"] in row)]
     return [
         Series(
             f"{way}, GB/s a rank",
-            ranks,
-            [row[way] for row in rows],
-            spread=[(row[f"{way} p10"], row[f"{way} p90"]) for row in rows],
+            [row["ranks"] for row in timed if way in row],
+            [row[way] for row in timed if way in row],
+            spread=[(row[f"{way} p10"], row[f"{way} p90"]) for row in timed if way in row],
         )
-        for way in ("hikv", "gloo")
+        for way in ways
     ]
 
 

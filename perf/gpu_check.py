@@ -1,4 +1,4 @@
-"""Everything a first GPU should show in under six minutes: checks, table, sweep, comparison.
+"""Everything a first GPU should show in under six minutes, from checked copies to a gather.
 
 Every section has a budget and starts nothing new beyond it; a section that fails is recorded and
 the others still run. The whole result goes into one JSON file.
@@ -27,6 +27,7 @@ from .gpu_sections import (
     comparison,
     copies,
     facts,
+    gather,
     sweep,
     sweep_panels,
     table,
@@ -40,10 +41,11 @@ Run = Callable[[Machine, Deadline], Findings]
 SECTIONS: Mapping[str, tuple[Run, float]] = {
     # name: (section, seconds); 330 in all, the rest of six minutes is for starting up.
     "facts": (facts, 10),
-    "copies": (copies, 150),
-    "table": (table, 80),
+    "copies": (copies, 130),
+    "table": (table, 70),
     "sweep": (sweep, 45),
-    "comparison": (comparison, 45),
+    "comparison": (comparison, 35),
+    "gather": (gather, 40),
 }
 ENOUGH = 0.9
 """Share of the copy engine's rate at which more CTAs are not worth their SMs."""
@@ -156,6 +158,13 @@ def _headlines(section: Section) -> list[str]:
             f"{row['gbps_p50']:.1f} GB/s, {row['ratio']:.0%} of the copy engine"
             for row in rows
             if row["groups"] == row["heads"] == 8 and row["ratio"] is not None
+        ]
+    if section.name == "gather":
+        return [
+            f"2 ranks on one GPU: {row['hikv']:.1f} GB/s a rank, {len(row['kernels'])} SM kernels, "
+            f"a GEMM beside takes {row['hikv gemm']:.2f} times as long"
+            for row in rows
+            if "refused" not in row
         ]
     if section.name == "sweep":
         return [line for direction in DIRECTIONS if (line := _fewest(rows, direction))]

@@ -9,15 +9,20 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+
 from hikv.doctor import describe
 from hikv.kernels.relayout import Config, default_config
 from hikv.measure import Candidate, measure
 from hikv.plan import CopyPlan
+from hikv.spec import KVSpec
 
 from .case import DIRECTIONS, HEADS, Case, head_grids
 from .checks import checks
 from .compare import WAYS, compare_case, comparison_tables
 from .cta import CEILING, ceiling_candidate, figures, measured_report
+from .gather import gather_tables, measure_ranks
+from .gather_ranks import Work
 from .machine import Machine, Workload, workload
 from .output import Column, Table
 from .plot import Series
@@ -30,11 +35,20 @@ CONFIGS = tuple(
 )
 
 
+GATHER_SPEC = KVSpec(8, 1, 1152, 64, torch.uint8, latent=True)
+GATHER_TOKENS, GATHER_SECONDS = 32_768, 60.0
+
+
 class Deadline:
     """The end of a section's time."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._end = now, now() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then; negative beyond."""
+        return self._end - self._now()
 
     @property
     def passed(self) -> bool:
@@ -184,6 +198,25 @@ def comparison(machine: Machine, deadline: Deadline) -> Findings:
         found.rows += compare_case(machine, case, direction, ways, rounds=5, seconds=2.0)
     found.wrong = _wrong(found.rows)
     found.tables = comparison_tables(found.rows) if found.rows else []
+    return found
+
+
+def gather(machine: Machine, deadline: Deadline) -> Findings:
+    """Two processes on this GPU: CUDA IPC, fences and copies of `p2p`, its bytes, and no kernel.
+
+    What is copied between them is copied within one GPU, so it is no rate between GPUs.
+    """
+    index = machine.info.index if machine.info is not None else 0
+    seconds = min(deadline.left, GATHER_SECONDS)
+    work = Work(GATHER_SPEC, GATHER_TOKENS, 5, "p2p", (index, index), gemm=4096, seconds=seconds)
+    row = measure_ranks(work, 2)
+    if "refused" in row:
+        return Findings(rows=[row], remarks=[f"skipped: {row['refused']}"])
+    found = Findings(gather_tables([row], "p2p", "by two processes on one GPU"), [row])
+    if row["wrong bytes"]:
+        found.wrong.append(f"{row['wrong bytes']} bytes of the gather")
+    if row["kernels"]:
+        found.wrong.append(f"SM kernels ran in the gather: {', '.join(row['kernels'])}")
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 from fake_machine import FakeGpu, flip_a_bit
 
 from hikv.device import device_info
+from hikv.errors import GatherError
 from hikv.layout import list_layouts
 from hikv.spec import KVSpec
 from hikv.transfers import PATHS
@@ -21,9 +22,36 @@ from perf.case import Case
 from perf.checks import GPU_PATHS, checks
 from perf.cta import CEILING
 from perf.gpu_check import SECTIONS, report_on, run_sections
-from perf.gpu_sections import Deadline, Findings, comparison, copies, facts, sweep, table
+from perf.gpu_sections import (
+    Deadline,
+    Findings,
+    comparison,
+    copies,
+    facts,
+    gather,
+    sweep,
+    table,
+)
 
 LONG = Deadline(1e9)
+GATHERED = {
+    "ranks": 2,
+    "layer MiB": 36.0,
+    "copies": 500,
+    "backend": "p2p",
+    "engine": "copy engine",
+    "own shard": "in a batch beside it",
+    "own shard gbps": {"in the peers' batch": 80.0, "in a batch beside it": 90.0},
+    "rival": "nccl",
+    "waived": "NCCL takes one GPU a rank",
+    "kernels": [],
+    "by owner": [[85.0, 86.0], [87.0, 88.0]],
+    "hikv": 84.0,
+    "hikv p10": 83.0,
+    "hikv p90": 85.0,
+    "hikv gemm": 1.04,
+    "wrong bytes": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +61,7 @@ def small_cases(monkeypatch):
         return Case(spec, "layer_first", "page_first_direct_group", num_pages)
 
     monkeypatch.setattr(gpu_sections, "published_case", case)
+    monkeypatch.setattr(gpu_sections, "measure_ranks", lambda work, num_ranks: GATHERED)
 
 
 def after(calls):
@@ -174,6 +203,57 @@ def test_the_baselines_are_verified_like_everything_else(monkeypatch):
     assert all("cudaMemcpyAsync per run: page" in line for line in found.wrong)
 
 
+def test_two_ranks_gather_on_the_machines_gpu_within_the_sections_time(monkeypatch):
+    asked = []
+
+    def measured(work, num_ranks):
+        asked.append((work, num_ranks))
+        return GATHERED
+
+    monkeypatch.setattr(gpu_sections, "measure_ranks", measured)
+    found = gather(FakeGpu(), Deadline(12.0, now=lambda: 5.0))
+    ((work, num_ranks),) = asked
+    assert (num_ranks, work.gpus, work.backend, work.seconds) == (2, (0, 0), "p2p", 12.0)
+    assert (found.wrong, found.remarks, found.rows) == ([], [], [GATHERED])
+    text = "\n".join(shown.terminal() for shown in found.tables)
+    assert "by two processes on one GPU" in text
+    assert "waived, nccl with 2 ranks: NCCL takes one GPU a rank" in text
+    assert "rank 0's own pages go in a batch beside it" in text
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"wrong bytes": 7}, "7 bytes of the gather"),
+        ({"kernels": ["a_kernel", "b"]}, "SM kernels ran in the gather: a_kernel, b"),
+    ],
+)
+def test_wrong_bytes_and_kernels_of_the_gather_are_wrong(monkeypatch, found, told):
+    monkeypatch.setattr(gpu_sections, "measure_ranks", lambda work, n: GATHERED | found)
+    assert gather(FakeGpu(), LONG).wrong == [told]
+
+
+def test_a_gather_that_is_refused_is_skipped_with_the_reason(monkeypatch):
+    refused = {"ranks": 2, "refused": "back end 'p2p' cannot serve the group (rank 0: no CUDA IPC)"}
+    monkeypatch.setattr(gpu_sections, "measure_ranks", lambda work, n: refused)
+    sections = run_sections(FakeGpu(), {"gather": (gather, 40)})
+    assert sections[0].error is None
+    assert sections[0].findings.remarks == [f"skipped: {refused['refused']}"]
+    text = report_on(FakeGpu(), sections, Path("x.json")).terminal()
+    assert "no CUDA IPC" in " ".join(text.split())
+
+
+def test_ranks_that_hang_fail_their_section_alone(monkeypatch):
+    def hang(work, num_ranks):
+        raise GatherError("the ranks did not end within 40 s", remedy="measure less")
+
+    monkeypatch.setattr(gpu_sections, "measure_ranks", hang)
+    first, second = run_sections(FakeGpu(), {"gather": (gather, 40), "facts": (facts, 10)})
+    assert first.status == "failed"
+    assert "did not end within 40 s" in first.error
+    assert second.status == "complete"
+
+
 def broken(machine, deadline):
     raise RuntimeError("out of shared memory")
 
@@ -227,6 +307,8 @@ def test_all_right_ends_with_0_one_json_and_a_short_table_last(monkeypatch, tmp_
     assert f"{len(checks())} right, 0 wrong, 0 waived" in short
     assert "H2D @2 CTAs, 8 heads in 8 groups: 16.0 GB/s, 27% of the copy engine" in short
     assert "H2D: 8 CTAs come to 90% of the copy engine (8 × 16: 58.0 GB/s)" in short
+    assert "2 ranks on one GPU: 84.0 GB/s a rank, 0 SM kernels, a GEMM beside takes 1.04" in short
+    assert told["facts"]["gather"]["rows"] == [GATHERED]
     assert file.name in short
 
 

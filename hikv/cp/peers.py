@@ -37,6 +37,8 @@ from hikv.plan import CopyPlan
 
 TOGETHER, APART = "in the peers' batch", "in a batch beside it"
 ROUNDS = 7
+TRIAL_BYTES = 16 << 20
+"""Of one owner in a trial: enough for the rate, and little beside a GPU that its pool fills."""
 POISON = 0xA5
 
 
@@ -135,9 +137,13 @@ class PeerBackend(DirectCopies, StreamOrder):
         return self._stream.record_event()
 
     def _choose(self) -> None:
-        """Time both ways on the largest layer that the scratch holds, on pages that do not join."""
-        ranks, slot = len(self._pools), self._slots[0]
-        block = slot.window.num_pages // ranks
+        """Time both ways on pages that do not join, as many as the scratch and `TRIAL_BYTES` allow.
+
+        Raises `GatherError` where either way brings other bytes.
+        """
+        ranks, slot, spec = len(self._pools), self._slots[0], self._own.spec
+        most = TRIAL_BYTES // (spec.page_size * spec.bytes_per_token_layer)
+        block = min(slot.window.num_pages // ranks, max(1, most))
         pages = [np.arange(0, pool.num_pages, 2)[:block] for pool in self._pools]
         if ranks == 1 or not block:
             return
