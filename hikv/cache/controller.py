@@ -22,10 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
+from hikv.cache.convoy import submit_all
 from hikv.cache.lanes import Copy, CopyFailed, CopyRequest, Fence, Lane, StreamLane, ThreadLane
 from hikv.cache.node import DEVICE, HOST, TIERS, Landed, Node, Operation
 from hikv.cache.pools import DevicePool, HostPool, PagePool
+from hikv.cache.trails import Cargo
 from hikv.cache.tree import RadixTree
 from hikv.errors import ArgumentError, HikvError
 
@@ -38,8 +41,9 @@ class Ticket:
         operation: what the tree knows of it.
         copy: what its lane knows of it.
         mine: which of its pages lie on this owner, bool `[num_pages]`.
-        nbytes: payload that this rank moves.
+        nbytes: payload that this rank moves between the tiers.
         rid: the request that it loads for; `None` for a backup.
+        cargo: what moves along by page ids of its own: all of it arrives, or none.
         aborted: whether nothing of it shall become visible.
     """
 
@@ -48,6 +52,7 @@ class Ticket:
     mine: npt.NDArray
     nbytes: int
     rid: Hashable | None = None
+    cargo: Sequence[Cargo] = ()
     aborted: bool = False
 
     def arrived(self) -> int:
@@ -73,8 +78,8 @@ class Acknowledged:
 
     @property
     def whole(self) -> bool:
-        """Whether every page arrived."""
-        return self.arrived == self.ticket.mine.size
+        """Whether everything arrived."""
+        return self.arrived == self.ticket.mine.size and self.ticket.failure() is None
 
 
 def default_lanes(device: DevicePool, **options: Any) -> tuple[Lane, Lane]:
@@ -109,44 +114,83 @@ class Controller:
         fences: Callable[[], Sequence[Fence]],
         layerwise: bool,
     ) -> None:
-        _check_pair(device, host)
+        check_pair(device, host)
         self.tree = tree
         self.pools: tuple[PagePool, PagePool] = (device, host)
         self.queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
         self._lanes, self._fences, self._layerwise = lanes, fences, layerwise
 
     def start(
-        self, tier: int, nodes: Sequence[Node], pages: PageIds, rid: Hashable | None = None
+        self,
+        tier: int,
+        nodes: Sequence[Node],
+        pages: PageIds,
+        rid: Hashable | None = None,
+        *,
+        cargo: Sequence[Cargo] = (),
+        anchor: Node | None = None,
     ) -> Ticket:
-        """Copy a path of nodes into `pages` of `tier`, as far as these reach.
+        """Copy a path of nodes into `pages` of `tier`, as far as these reach, and `cargo` with it.
 
-        The pages belong to the tree from here on, and come back through `acknowledge`. Raises
+        The pages belong to the tree from here on, and come back through `acknowledge`. Without
+        nodes there is `cargo` alone, whose source lies on the path down to `anchor`. Raises
         `ArgumentError` as `begin_backup` and `begin_load_back` of the tree do, and whatever a fence
         or the lane raises; nothing is in flight and the pages stay the caller's then.
         """
-        begin = self.tree.begin_load_back if tier == DEVICE else self.tree.begin_backup
-        operation = begin(nodes, pages)
         try:
-            ticket = self._submit(operation, rid)
+            if not nodes and anchor is not None:
+                operation = self.tree.begin_beside(tier, anchor)
+            elif tier == DEVICE:
+                operation = self.tree.begin_load_back(nodes, pages)
+            else:
+                operation = self.tree.begin_backup(nodes, pages)
+            try:
+                ticket = self._submit(operation, cargo, rid)
+            except BaseException:
+                self.tree.finish(operation, 0)
+                raise
         except BaseException:
-            self.tree.finish(operation, 0)
+            self._unload(cargo, whole=False)
             raise
         self.queues[tier].append(ticket)
         return ticket
 
-    def _submit(self, operation: Operation, rid: Hashable | None) -> Ticket:
-        tier = operation.tier
+    def _submit(self, operation: Operation, cargo: Sequence[Cargo], rid: Hashable | None) -> Ticket:
+        tier, fences = operation.tier, self._fences()
         source, target = self.pools[1 - tier], self.pools[tier]
         src_pages, dst_pages = operation.pairs
         mine = target.mine(dst_pages)
-        request = CopyRequest(
-            [(source.buffers[name], target.buffers[name]) for name in source.buffers],
-            source.local(src_pages[mine]),
-            target.local(dst_pages[mine]),
-            self._fences(),
-            layerwise=self._layerwise and tier == DEVICE,
-        )
-        return Ticket(operation, self._lanes[tier].submit(request), mine, request.nbytes, rid)
+        requests = [
+            CopyRequest(
+                _buffers(each.trail.pools[start], each.trail.pools[tier]),
+                src,
+                dst,
+                fences,
+                layerwise=False,
+            )
+            for each in cargo
+            for start, src, dst in each.moves()
+        ]
+        nbytes = sum(each.nbytes for each in cargo)
+        if operation.nodes:
+            request = CopyRequest(
+                _buffers(source, target),
+                source.local(src_pages[mine]),
+                target.local(dst_pages[mine]),
+                fences,
+                layerwise=self._layerwise and tier == DEVICE,
+            )
+            requests.append(request)
+            nbytes += request.nbytes
+        copy = submit_all(self._lanes[tier], requests)
+        return Ticket(operation, copy, mine, nbytes, rid, cargo)
+
+    def _unload(self, cargo: Sequence[Cargo], whole: bool) -> None:
+        """End the wait for `cargo`, and let its sources go."""
+        for each in cargo:
+            each.finish(whole)
+            if each.guard is not None:
+                self.tree.release(each.guard)
 
     def ready(self, tier: int) -> int:
         """How many copies at the front of the queue into `tier` are done."""
@@ -155,13 +199,16 @@ class Controller:
     def acknowledge(self, tier: int, count: int) -> Iterator[Acknowledged]:
         """Take the first `count` copies into `tier` off the queue, waiting for each if need be.
 
-        What fails is acknowledged with what arrived of it. The surplus pages are the caller's.
+        What fails is acknowledged with what arrived of it. The surplus pages are the caller's, as
+        are those of its cargo.
         """
         for ticket in list(islice(self.queues[tier], count)):
             ticket.copy.synchronize()
             arrived = ticket.arrived()
             self.queues[tier].popleft()
-            yield Acknowledged(ticket, arrived, self.tree.finish(ticket.operation, arrived))
+            done = Acknowledged(ticket, arrived, self.tree.finish(ticket.operation, arrived))
+            self._unload(ticket.cargo, done.whole)
+            yield done
 
     def place(self, ticket: Ticket) -> int:
         """How many acknowledgements of its tier it takes until `ticket` is through; 0: it is."""
@@ -196,8 +243,15 @@ class Controller:
             lane.close()
 
 
-def _check_pair(device: DevicePool, host: HostPool) -> None:
-    """Both pools hold the same rows in the same shards, where copies between them can run."""
+def _buffers(source: PagePool, target: PagePool) -> list[tuple[KVBuffer, KVBuffer]]:
+    return [(source.buffers[name], target.buffers[name]) for name in source.buffers]
+
+
+def check_pair(device: DevicePool, host: HostPool) -> None:
+    """Both pools hold the same rows in the same shards, where copies between them can run.
+
+    Raises `ArgumentError`.
+    """
     for what, ours, theirs in (
         ("buffers", sorted(device.buffers), sorted(host.buffers)),
         ("owners", (device.num_owners, device.owner), (host.num_owners, host.owner)),

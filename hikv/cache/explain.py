@@ -53,8 +53,10 @@ class Explanation:
         device_len, host_len: prompt tokens in L1, and after them in L2.
         storage_len: tokens after those in L3; `None` until L3 was asked.
         loaded_len: tokens loaded back to the GPU for this prefill.
-        reasons: keys of `REASONS`, needed where held tokens are not loaded.
+        reasons: keys of `REASONS`, needed where held tokens are not used.
         last_device_node, last_host_node: serials of the nodes where the match ends in each tier.
+        unusable_len, missing: tokens beyond all of those whose full KV L1 or L2 holds in vain, as
+            these components lack what the prefix needs.
         ttft: the six terms; `estimated` says that they come from a model, not from a clock.
 
     Raises:
@@ -73,6 +75,8 @@ class Explanation:
     last_host_node: int | None = None
     write_policy: str = ""
     prefetch_policy: str = ""
+    unusable_len: int = 0
+    missing: tuple[str, ...] = ()
     ttft: TtftSplit = field(default_factory=TtftSplit)
     estimated: bool = False
 
@@ -83,6 +87,7 @@ class Explanation:
             ("host_len", self.prompt_len - self.device_len),
             ("storage_len", self.prompt_len - self.device_len - self.host_len),
             ("loaded_len", below),
+            ("unusable_len", self.prompt_len - self.device_len - self.host_len),
         ):
             if not 0 <= (getattr(self, name) or 0) <= most:
                 raise ArgumentError(
@@ -102,8 +107,8 @@ class Explanation:
 
     @property
     def left_len(self) -> int:
-        """Tokens that L2 or L3 holds and that are computed all the same."""
-        return self.host_len + (self.storage_len or 0) - self.loaded_len
+        """Tokens that some tier holds and that are computed all the same."""
+        return self.host_len + (self.storage_len or 0) - self.loaded_len + self.unusable_len
 
     @property
     def extend_len(self) -> int:
@@ -136,7 +141,8 @@ class Explanation:
     def _because(self) -> str:
         if self.left_len:
             why = "; ".join(REASONS[reason] for reason in self.reasons)
-            return f"{self.left_len} of them held below: {why}"
+            names = f" ({', '.join(self.missing)})" if self.missing else ""
+            return f"{self.left_len} of them held below: {why}{names}"
         if self.device_len + self.loaded_len == 0 and self.prompt_len >= self.page_size:
             return "no tier holds any: compare namespace, salt and page size with the writer's"
         return "no tier holds them"

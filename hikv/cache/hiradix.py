@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -25,12 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hikv.cache.allocator import PageIds, as_ids
+from hikv.cache.components import Component
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.controller import Controller, default_lanes
 from hikv.cache.events import EventStream, KVEvent
 from hikv.cache.explain import Explanation
+from hikv.cache.hybrid import Hybrid, check_components
 from hikv.cache.lanes import Fences, Lane, as_fences
-from hikv.cache.ledger import Ledger, match_lengths
+from hikv.cache.ledger import Ledger
+from hikv.cache.loading import Loader
 from hikv.cache.metrics import Metrics
 from hikv.cache.node import DEVICE, HOST, TIERS, Namespace, join
 from hikv.cache.placement import Placement
@@ -43,6 +46,7 @@ from hikv.cache.requests import (
     Progress,
     Request,
 )
+from hikv.cache.trail_audit import check_trails
 from hikv.cache.tree import RadixTree
 from hikv.errors import ArgumentError, CapacityError, HikvError
 
@@ -65,9 +69,10 @@ class HiRadixCache:
         lanes: into the device tier and into the host tier; default streams, or threads on the CPU.
         token_dtype: int32 or int64.
         clock: seconds, for the deadlines of pins.
+        components: `SlidingWindow`s and `Recurrent` states that a prefix needs beside full KV.
 
-    Raises `ArgumentError` for pools of different geometry, and for settings that need storage,
-    which this cache has none of.
+    Raises `ArgumentError` for pools of different geometry, for components that cannot be kept
+    beside them, and for settings that need storage, which this cache has none of.
     """
 
     def __init__(
@@ -82,12 +87,15 @@ class HiRadixCache:
         lanes: tuple[Lane, Lane] | None = None,
         token_dtype: npt.DTypeLike = np.int32,
         clock: Callable[[], float] = time.monotonic,
+        components: Sequence[Component] = (),
     ) -> None:
         self.config = config = (config or HiCacheConfig()).normalized()
         _refuse_storage(config)
         for buffer in device.buffers.values():
             config.check(buffer.spec)
+        check_components(device, components)
         self.device, self.host, self.page_size = device, host, device.page_size
+        self.hybrid = Hybrid(device.page_size, components)
         self.metrics, self.events = metrics or Metrics(), EventStream(on_event)
         self.tree = RadixTree(
             device.page_size,
@@ -96,6 +104,7 @@ class HiRadixCache:
             num_owners=device.num_owners,
             token_dtype=token_dtype,
             clock=clock,
+            on_split=self.hybrid.split if components else None,
         )
         self.controller = Controller(
             self.tree,
@@ -106,9 +115,10 @@ class HiRadixCache:
             layerwise=config.layerwise,
         )
         self.placement = Placement(
-            self.controller, self.events, self.metrics, config.backup_after_uses
+            self.controller, self.events, self.metrics, config.backup_after_uses, self.hybrid
         )
         self.ledger = Ledger(self.placement)
+        self.loader = Loader(self.ledger, self.events, config)
         self.counts: Counter[str] = Counter()
 
     def poll(self, limits: tuple[int, int] | None = None) -> Progress:
@@ -119,8 +129,9 @@ class HiRadixCache:
         """
         loads, backups = self.ready() if limits is None else limits
         backed_up = self.placement.acknowledge_backups(backups)
-        loaded, failed = self._acknowledge_loads(loads)
+        loaded, failed = self.loader.acknowledge(loads)
         self.tree.expire_pins()
+        self.hybrid.expire_pins(self.tree)
         self._set_gauges()
         self.events.deliver()
         return Progress(backed_up, loaded, failed)
@@ -137,7 +148,7 @@ class HiRadixCache:
         Pure. Nothing is protected, so do not plan on it: `acquire` matches and locks in one step.
         """
         prompt = as_ids("tokens", tokens, self.tree.token_dtype)
-        return match_lengths(self.tree.match(namespace, prompt, limit), prompt.size)
+        return self.ledger.lengths(self.tree.match(namespace, prompt, limit), prompt.size)
 
     def acquire(
         self,
@@ -156,7 +167,7 @@ class HiRadixCache:
                 "rid", expected="one not in use", got=repr(rid), remedy="release it first"
             )
         prompt = as_ids("tokens", tokens, self.tree.token_dtype).copy()
-        return self.ledger.open(rid, namespace, prompt, self.tree.acquire(namespace, prompt, limit))
+        return self.ledger.open(rid, namespace, prompt, limit)
 
     def prefetch(self, rid: Hashable) -> int:
         """Ask storage for what follows the cached prefix; returns the tokens it will bring.
@@ -181,40 +192,37 @@ class HiRadixCache:
         request = self.ledger[rid]
         lengths = request.lengths
         load = lengths.loaded_len if request.loads else lengths.host_len
-        total = -(-request.tokens.size // self.page_size)
-        free = self.device.allocator.longest_chain(self.ledger.next_owner(request))
-        names = list(self.device.buffers)
-        return AdmissionCost(
-            load,
-            request.tokens.size - lengths.device_len - load,
-            dict.fromkeys(names, total - request.pages.size),
-            dict.fromkeys(names, free + self.tree.evictable[DEVICE]),
-        )
+        extend = request.tokens.size - lengths.device_len - load
+        return AdmissionCost(load, extend, *self.ledger.cost(request))
 
     def load_back(self, rid: Hashable, quota: int | None = None) -> LoadBack:
         """Start to bring what the host holds of the request to the GPU.
 
-        `quota`: at most so many tokens. What exceeds it, or the room that evicting others makes,
-        stays on the host. Call it before `allocate`. The pages are the request's at once (wait for
-        them with its `wait_layer` or `wait`), everyone else's once acknowledged.
+        `quota`: at most so many tokens of full KV. What exceeds it, or the room that evicting
+        others makes, stays on the host. Windows and states come with it, all of them or none, and
+        without regard to the threshold where they are all that is missing. Call it before
+        `allocate`. The pages are the request's at once (wait for them with its `wait_layer` or
+        `wait`), everyone else's once acknowledged.
         """
         request = self.ledger[rid]
-        if request.host_lock is None or request.own.size or request.loads:
+        if request.host_lock is None or request.started or request.loads:
             raise ArgumentError(
                 "rid",
                 expected="a request that has not loaded, allocated or inserted yet",
                 got=repr(request),
                 remedy="acquire, then load_back once, then allocate",
             )
-        result = self._load_back(request, quota)
+        result = self.loader.load_back(request, quota)
         request.reasons = result.reasons
         return result
 
     def allocate(self, rid: Hashable, num_tokens: int) -> PageIds:
         """Make the request's page table cover `num_tokens` tokens; returns the new pages.
 
-        They are its own, of unknown content, behind what is cached and loading. Evicts as needed.
-        Raises `CapacityError`, changing nothing, when there is no room.
+        They are its own, of unknown content, behind what is cached and loading. Its `windows` grow
+        alike, and `states` get one to write: a copy of the cached one, if any, for which its
+        `wait_layer` and `wait` wait too. Evicts as needed. Raises `CapacityError`, changing
+        nothing, when there is no room.
         """
         request = self.ledger[rid]
         count = max(0, -(-num_tokens // self.page_size) - request.pages.size)
@@ -228,12 +236,28 @@ class HiRadixCache:
                 unit="pages",
                 remedy="poll, or release a request, and try again",
             )
+        try:
+            self.ledger.shares.allocate(request, request.pages.size + count)
+        except BaseException:
+            self.placement.free(DEVICE, pages)
+            raise
         request.pages = join([request.pages, pages])
         request.own = join([request.own, pages])
         return pages
 
+    def spare_state(self, rid: Hashable, name: str) -> int:
+        """One more state page of component `name` for the request, of unknown content: for a state
+        on the way, as at the last whole page, that `insert` shall hand over while its own goes on.
+        Raises `CapacityError` when there is no room."""
+        return self.ledger.shares.spare_state(self.ledger[rid], name)
+
     def insert(
-        self, rid: Hashable, tokens: npt.ArrayLike | None = None, *, priority: int = 0
+        self,
+        rid: Hashable,
+        tokens: npt.ArrayLike | None = None,
+        *,
+        priority: int = 0,
+        states: Mapping[str, int] | None = None,
     ) -> InsertResult:
         """Make what the request has computed findable, and start the copies its policy wants.
 
@@ -241,6 +265,11 @@ class HiRadixCache:
         the last sampled token, which has none. ⌊n / page_size⌋ pages enter. The request stays open;
         its page table names the canonical pages from here on, and only then are its duplicates
         freed. Waits for the request's load-back, as its forward pass has done before.
+
+        `states`: by component the page of its own whose state is valid exactly at the end of those
+        pages; without one the prefix cannot be resumed there. It is the cache's from here on and
+        never written again. If it was the request's `states` entry, `allocate` gives it a copy to
+        go on with. Its window pages enter by themselves.
 
         Under context parallelism, pages that are not on the owners which the cached prefix gives
         them stay private: the result says so. Raises `CopyFailed` if the load-back failed.
@@ -250,7 +279,7 @@ class HiRadixCache:
         if tokens is not None:
             prompt = as_ids("tokens", tokens, self.tree.token_dtype)
         if request.ticket is not None:
-            self._acknowledge_loads(self.controller.place(request.ticket))
+            self.loader.acknowledge(self.controller.place(request.ticket))
         request.refuse_failed()
         count = prompt.size // self.page_size
         if count > request.pages.size:
@@ -268,40 +297,54 @@ class HiRadixCache:
                 got="other tokens",
                 remedy="acquire a request for each prompt",
             )
+        self.ledger.shares.check_states(request, count, states or {})
         if reason := self.ledger.misfit(request, prompt):
             return InsertResult(request.pages, 0, 0, reason)
         table = request.pages[:count]
         done = self.tree.insert(request.namespace, prompt, table, priority=priority)
         self.ledger.adopt(request, done)
+        at = self.hybrid.at(done.node, count)
+        doubled = self.ledger.shares.insert(request, at, states or {})
         for node in [*done.revived, *([done.created] if done.created else [])]:
             self.events.stored(node, DEVICE)
         self.placement.write(done.node)
         self.counts["duplicate_pages"] += done.duplicates.size
         length = count * self.page_size
-        return InsertResult(request.pages, length, int(done.duplicates.size), None)
+        return InsertResult(request.pages, length, int(done.duplicates.size), None, doubled)
 
     def pin(self, tokens: npt.ArrayLike, seconds: float, namespace: Namespace = ANYONE) -> int:
         """Keep what each tier holds of `tokens` from eviction, for so long; how many tokens that
         is. For a system prompt that will surely come back."""
         prompt = as_ids("tokens", tokens, self.tree.token_dtype)
-        match, *locks = self.tree.acquire(namespace, prompt)
+        usable = self.hybrid.usable(self.tree.match(namespace, prompt))[1].pages
+        match, *locks = self.tree.acquire(namespace, prompt, usable * self.page_size)
         for lock in locks:
             if lock.node.parent is not None:
-                self.tree.pin(lock.node, lock.tier, seconds)
+                pin = self.tree.pin(lock.node, lock.tier, seconds)
+                self.hybrid.pin(match.nodes[-1], pin)
             self.tree.release(lock)
         return match.matched_len
 
-    def evict(self, num_pages: int, tier: str = "device") -> int:
+    def evict(self, num_pages: int, tier: str = "device", component: str | None = None) -> int:
         """Free about `num_pages` pages of `"device"` or `"host"`; returns how many it freed.
 
         Nothing in use goes. On the GPU, what is backed up stays on the host; `placement` says what
-        becomes of the rest.
+        becomes of the rest. `component`: free its pages instead, and leave the full KV alone.
         """
         if tier not in TIERS:
             raise ArgumentError(
                 "tier", expected=f"one of {', '.join(TIERS)}", got=repr(tier), remedy="correct it"
             )
-        return self.placement.evict(TIERS.index(tier), num_pages)
+        trails = self.hybrid.trails
+        if component is not None and component not in trails:
+            raise ArgumentError(
+                "component",
+                expected=f"one of {', '.join(trails) or 'none: the cache has none'}",
+                got=repr(component),
+                remedy="name it as it was declared",
+            )
+        trail = None if component is None else trails[component]
+        return self.placement.evict(TIERS.index(tier), num_pages, trail)
 
     def release(self, rid: Hashable) -> None:
         """Close a request: its locks go, and the pages that nobody can find. Cached pages stay."""
@@ -328,11 +371,13 @@ class HiRadixCache:
             lengths.host_len,
             lengths.storage_len,
             lengths.loaded_len,
-            request.reasons if lengths.host_len > lengths.loaded_len else (),
+            _reasons(request),
             request.device_lock.node.serial,
             None if host_lock is None else host_lock.node.serial,
             self.config.write_policy,
             self.config.prefetch_policy,
+            unusable_len=request.unusable_len,
+            missing=request.missing if request.unusable_len else (),
         )
 
     def reset(self) -> None:
@@ -346,9 +391,13 @@ class HiRadixCache:
             )
         self.controller.abort_all()
         self.placement.acknowledge_backups(len(self.controller.queues[HOST]))
-        self._acknowledge_loads(len(self.controller.queues[DEVICE]))
+        self.loader.acknowledge(len(self.controller.queues[DEVICE]))
         for pin in list(self.tree.locks):
             self.tree.release(pin)
+        self.hybrid.expire_pins(self.tree)
+        for tier in (DEVICE, HOST):
+            for node in self.tree.nodes():
+                self.hybrid.leave(node, tier)
         for tier, pool in enumerate(self.placement.pools):
             for victim in self.tree.evict(tier, pool.num_pages):
                 self.placement.free(tier, victim.pages)
@@ -365,9 +414,13 @@ class HiRadixCache:
         self.host.allocator.check(self.tree.owned(HOST))
         owned = {operation.lock for operation in self.tree.operations}
         owned |= {k for r in self.ledger.requests.values() for k in self.ledger.locks(r)}
+        tickets = [ticket for queue in self.controller.queues for ticket in queue]
+        cargo = [each for ticket in tickets for each in ticket.cargo]
+        owned |= {each.guard for each in cargo if each.guard is not None}
         strange = [lock for lock in self.tree.locks ^ owned if lock.deadline == inf]
         if strange:
             raise HikvError(f"locks: {strange} are held by nobody, or owned but not held")
+        check_trails(self.hybrid, self.tree, self.ledger.requests.values(), cargo)
 
     def stats(self) -> dict[str, int]:
         """Pages by tier and state, open requests, and what was dropped, skipped or doubled."""
@@ -378,6 +431,10 @@ class HiRadixCache:
             now[f"{name}_evictable"] = self.tree.evictable[tier]
             now[f"{name}_protected"] = self.tree.protected[tier]
             now[f"{name}_copies_in_flight"] = len(self.controller.queues[tier])
+            for trail in self.hybrid.trails.values():
+                spare = trail.pools[tier].allocator.num_free
+                now[f"{trail.name}_{name}_free"] = spare
+                now[f"{trail.name}_{name}_evictable"] = trail.evictable[tier]
         return {**now, **self.placement.counts, **self.counts}
 
     def close(self) -> None:
@@ -393,46 +450,12 @@ class HiRadixCache:
             self.metrics.total_pages[name].set(pool.num_pages)
             self.metrics.copies_in_flight[hop].set(len(queue))
 
-    def _load_back(self, request: Request, quota: int | None) -> LoadBack:
-        waiting = self.ledger.catch_up(request)
-        span = sum(node.num_pages for node in waiting)
-        if not waiting:
-            return LoadBack("nothing")
-        if waiting[0].arriving[DEVICE] is not None:
-            return LoadBack("defer", reasons=("in_flight",))
-        wanted = span if quota is None else min(span, quota // self.page_size)
-        if not self._pays(wanted):
-            short = "load_back_threshold" if wanted == span else "gpu_quota"
-            return LoadBack("recompute", reasons=(short,))
-        owner = self.ledger.next_owner(request)
-        room = self.placement.room(DEVICE, wanted, owner)
-        if not self._pays(room):
-            others = len(self.ledger.requests) > 1 or any(self.controller.queues)
-            outcome, why = ("defer", "locked") if others else ("recompute", "no_room")
-            return LoadBack(outcome, reasons=(why,))
-        pages = self.device.allocator.alloc(room, owner)
-        request.ticket = self.placement.start(DEVICE, waiting, pages, request.rid)
-        request.pages, request.loads = join([request.pages, pages]), True
-        self.ledger.set_loaded(request, room)
-        left = [("gpu_quota", wanted < span), ("no_room", room < wanted)]
-        return LoadBack(
-            "loading", room * self.page_size, tuple(why for why, holds in left if holds)
-        )
 
-    def _pays(self, num_pages: int) -> bool:
-        return num_pages > 0 and num_pages * self.page_size >= self.config.load_back_threshold
-
-    def _acknowledge_loads(self, count: int) -> tuple[int, list[Hashable]]:
-        """Pages that arrived, and the open requests whose load-back failed."""
-        loaded, failed = 0, []
-        for done in self.controller.acknowledge(DEVICE, count):
-            self.placement.count(done)
-            for node in done.landed.nodes:
-                self.events.stored(node, DEVICE)
-            loaded += done.arrived
-            if request := self.ledger.loaded(done):
-                failed.append(request.rid)
-        return loaded, failed
+def _reasons(request: Request) -> tuple[str, ...]:
+    """Why tokens that some tier holds are computed all the same."""
+    stays = request.lengths.host_len > request.lengths.loaded_len
+    useless = ("component_missing",) if request.unusable_len else ()
+    return (*request.reasons, *useless) if stays else useless
 
 
 def _refuse_storage(config: HiCacheConfig) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Acknowledged
-from hikv.cache.node import DEVICE, Acquired, Inserted, Lock, Match, Namespace, Node, Tokens, join
+from hikv.cache.node import DEVICE, Inserted, Lock, Match, Namespace, Node, Tokens, join
 from hikv.cache.placement import Placement
 from hikv.cache.requests import Lengths, Request
+from hikv.cache.shares import Shares
 from hikv.errors import ArgumentError, HikvError
 
 
@@ -24,6 +25,7 @@ class Ledger:
 
     def __init__(self, placement: Placement) -> None:
         self.placement, self.tree = placement, placement.tree
+        self.hybrid, self.shares = placement.hybrid, Shares(placement)
         self.requests: dict[Hashable, Request] = {}
 
     def __getitem__(self, rid: Hashable) -> Request:
@@ -34,13 +36,39 @@ class Ledger:
             )
         return self.requests[rid]
 
+    def lengths(self, match: Match, prompt_len: int) -> Lengths:
+        """What is usable of a prompt of which `match` is cached."""
+        ready, whole = self.hybrid.usable(match)
+        page = self.tree.page_size
+        ready *= page
+        return Lengths(ready, whole.pages * page - ready, 0, None, prompt_len - ready)
+
     def open(
-        self, rid: Hashable, namespace: Namespace, tokens: Tokens, acquired: Acquired
+        self, rid: Hashable, namespace: Namespace, prompt: Tokens, limit: int | None
     ) -> Request:
-        """A request that holds both receipts of `acquired`."""
-        match, device_lock, host_lock = acquired
-        lengths, pages = match_lengths(match, tokens.size), match.pages(DEVICE)
-        request = Request(rid, namespace, tokens, pages, lengths, device_lock, host_lock)
+        """Match, lock, and make a request that holds the receipts."""
+        page, unusable = self.tree.page_size, 0
+        missing: tuple[str, ...] = ()
+        if self.hybrid.trails:
+            found = self.tree.match(namespace, prompt, limit)
+            _, (pages, missing) = self.hybrid.usable(found)
+            limit, unusable = pages * page, found.matched_len - pages * page
+        match, device_lock, host_lock = self.tree.acquire(namespace, prompt, limit)
+        lengths = self.lengths(match, prompt.size)
+        ready = lengths.device_len // page
+        request = Request(
+            rid,
+            namespace,
+            prompt,
+            match.pages(DEVICE)[:ready],
+            lengths,
+            device_lock,
+            host_lock,
+            self.hybrid.at(device_lock.node, ready),
+            missing=missing,
+            unusable_len=unusable,
+        )
+        self.shares.open(request, request.boundary, request.end)
         self.requests[rid] = request
         return request
 
@@ -50,6 +78,7 @@ class Ledger:
         for lock in self.locks(request):
             self.tree.release(lock)
         self.placement.free(DEVICE, request.own)
+        self.shares.close(request)
 
     @staticmethod
     def locks(request: Request) -> list[Lock]:
@@ -64,25 +93,46 @@ class Ledger:
         path = request.host_lock.node.path() if request.host_lock else []
         return path[0].rotation if path else None
 
-    def catch_up(self, request: Request) -> list[Node]:
-        """Take in what reached the GPU since the match; the nodes that are still on the host alone.
+    def cost(self, request: Request) -> tuple[dict[str, int], dict[str, int]]:
+        """GPU pages that it takes if all that the host holds of it is loaded and the rest computed,
+        and those that are free or could be, by buffer and component."""
+        page, pools = self.tree.page_size, self.placement.pools
+        total, end = -(-request.tokens.size // page), request.end
+        waits = request.host_lock is not None and not (request.loads or request.started)
+        at = self.hybrid.end(end) if waits else request.boundary
+        have = request.device_lock.node.end // page if waits else 0
+        free = pools[DEVICE].allocator.longest_chain(self.next_owner(request))
+        names = list(pools[DEVICE].buffers)
+        takes = dict.fromkeys(names, total - max(have, request.pages.size))
+        there = dict.fromkeys(names, free + self.tree.evictable[DEVICE])
+        takes.update(self.shares.cost(request, at, total))
+        for name, trail in self.hybrid.trails.items():
+            spare = trail.pools[DEVICE].allocator.num_free
+            there[name] = spare + trail.evictable[DEVICE]
+        return takes, there
 
-        The request has only cached pages yet.
+    def catch_up(self, request: Request) -> tuple[list[Node], int, int]:
+        """Take in what reached the GPU since the match, while the request has only cached pages.
+
+        Returns the nodes that it acquired, and how many of their pages are on the GPU, and usable
+        there.
         """
-        assert request.host_lock is not None
-        path = request.host_lock.node.path()
+        path, page = request.end.path(), self.tree.page_size
         held = [node for node in path if node.pages[DEVICE] is not None]
-        lengths = request.lengths
-        if held and (moved := held[-1].end - lengths.device_len) > 0:
+        have = held[-1].end // page if held else 0
+        ready, lengths = self.hybrid.boundary(request.end, have, DEVICE).pages, request.lengths
+        if held and held[-1].end > request.device_lock.node.end:
             self.protect(request, held[-1])
-            request.pages = join([node.pages[DEVICE] for node in held])
+        if (moved := ready * page - lengths.device_len) > 0:
+            request.pages = join([node.pages[DEVICE] for node in held])[:ready]
             request.lengths = replace(
                 lengths,
-                device_len=held[-1].end,
+                device_len=ready * page,
                 host_len=lengths.host_len - moved,
                 extend_len=lengths.extend_len - moved,
             )
-        return path[len(held) :]
+            self.shares.open(request, self.hybrid.at(held[-1], ready), request.end)
+        return path, have, ready
 
     def protect(self, request: Request, node: Node) -> None:
         """Hold the path down to `node` on the GPU instead of what is held now."""
@@ -102,7 +152,9 @@ class Ledger:
         request = self.requests.get(ticket.rid)
         if request is None or request.ticket is not ticket:
             self.placement.free(DEVICE, surplus)
+            self.placement.free_cargo(ticket.cargo)
             return None
+        self.shares.arrived(request, ticket.cargo)
         # Its table names these pages, those too that another request has overtaken.
         request.own, request.ticket = join([request.own, surplus]), None
         held = [node for node in ticket.operation.nodes if node.pages[DEVICE] is not None]
@@ -110,9 +162,11 @@ class Ledger:
             self.protect(request, held[-1])
         if done.whole:
             return None
-        request.failed = f"{done.arrived} of {ticket.mine.size} pages arrived: {ticket.failure()}"
+        what = f"{done.arrived} of {ticket.mine.size} pages" if ticket.mine.size else "no state"
+        request.failed = f"{what} arrived: {ticket.failure()}"
         request.reasons = ("copy_failed",)
-        self.set_loaded(request, done.arrived)
+        if request.loads:
+            self.set_loaded(request, 0 if ticket.cargo else done.arrived)
         return request
 
     def misfit(self, request: Request, prompt: Tokens) -> str | None:
@@ -138,7 +192,8 @@ class Ledger:
         """Let it name the canonical pages and hold their node; only then free its duplicates."""
         count = done.pages.size
         before = request.pages[:count]
-        self.protect(request, done.node)
+        if done.node.end >= request.device_lock.node.end:
+            self.protect(request, done.node)
         if request.host_lock is not None:
             self.tree.release(request.host_lock)
             request.host_lock = None
@@ -158,8 +213,3 @@ class Ledger:
     def own_pages(self) -> PageIds:
         """Every page that some request owns."""
         return join([request.own for request in self.requests.values()])
-
-
-def match_lengths(match: Match, prompt_len: int) -> Lengths:
-    """The lengths of a prompt of which `match` is cached."""
-    return Lengths(match.device_len, match.host_len, 0, None, prompt_len - match.device_len)

@@ -16,21 +16,24 @@ takes the room of host copies first whose nodes are still on the GPU.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import dropwhile, takewhile
+from math import inf
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Acknowledged, Controller, Ticket
 from hikv.cache.events import EventStream
+from hikv.cache.hybrid import Hybrid
 from hikv.cache.metrics import Metrics
 from hikv.cache.node import DEVICE, HOST, NO_IDS, TIERS, Node
+from hikv.cache.trails import Cargo, Trail
 
 
 class Placement:
     """The tree's pages in both tiers.
 
     `backup_after_uses`: requests that must have used a node before it gets its copy; `None` leaves
-    that to eviction.
+    that to eviction. Where a verb takes a `trail`, it is that component's pool instead of full KV.
 
     `counts` collects pages: `dropped_pages` were evicted from the GPU without a copy,
     `unbacked_pages` wanted a copy for which the host had no room.
@@ -42,33 +45,38 @@ class Placement:
         events: EventStream,
         metrics: Metrics,
         backup_after_uses: int | None,
+        hybrid: Hybrid | None = None,
     ) -> None:
+        self.hybrid = hybrid or Hybrid()
         self.controller, self.events, self.metrics = controller, events, metrics
         self.tree, self.pools = controller.tree, controller.pools
         self.counts: Counter[str] = Counter()
         self._eager = backup_after_uses is not None
         self._uses = backup_after_uses or 1
 
-    def alloc(self, tier: int, count: int, owner: int | None) -> PageIds | None:
+    def alloc(
+        self, tier: int, count: int, owner: int | None, trail: Trail | None = None
+    ) -> PageIds | None:
         """`count` pages of `tier`, evicting as needed; `None` where there is no room for all.
 
         Evicts nothing when that could not be enough.
         """
-        within_reach = self.pools[tier].allocator.num_free + self.tree.evictable[tier]
+        keeper, allocator = trail or self.tree, (trail or self).pools[tier].allocator
+        within_reach = allocator.num_free + keeper.evictable[tier]
         waiting = tier == DEVICE and self.controller.queues[HOST]
-        if (within_reach < count and not waiting) or self.room(tier, count, owner) < count:
+        if (within_reach < count and not waiting) or self.room(tier, count, owner, trail) < count:
             return None
-        return self.pools[tier].allocator.alloc(count, owner)
+        return allocator.alloc(count, owner)
 
-    def room(self, tier: int, count: int, owner: int | None) -> int:
+    def room(self, tier: int, count: int, owner: int | None, trail: Trail | None = None) -> int:
         """How many of `count` pages `tier` can give, after evicting as many as that takes."""
-        allocator = self.pools[tier].allocator
+        allocator = (trail or self).pools[tier].allocator
         while (free := allocator.longest_chain(owner)) < count:
-            if not self.evict(tier, count - free):
+            if not self.evict(tier, count - free, trail):
                 break
         return min(count, allocator.longest_chain(owner))
 
-    def evict(self, tier: int, num_pages: int) -> int:
+    def evict(self, tier: int, num_pages: int, trail: Trail | None = None) -> int:
         """Free about `num_pages` pages of `tier`; returns how many, 0 when none can go.
 
         On the GPU it waits for the copies of victims that need one, and for other backups in flight
@@ -79,18 +87,19 @@ class Placement:
             leaving: list[Node] = []
             pending = 0
             while freed + pending < num_pages:
-                node = self.tree.victim(tier, num_pages - freed - pending)
+                wanted = num_pages - freed - pending
+                node = self.tree.victim(tier, wanted) if trail is None else trail.victim(tier)
                 if node is None:
                     break
-                if tier == DEVICE and self._save(node):
+                if tier == DEVICE and self._save(node, trail):
                     leaving.append(node)
-                    pending += node.num_pages
+                    pending += node.num_pages if trail is None else trail.need
                 else:
-                    freed += self._drop(node, tier)
+                    freed += self._drop(node, tier, wanted, trail)
             if freed >= num_pages or tier == HOST or not self.controller.queues[HOST]:
                 break
             self.acknowledge_backups(len(self.controller.queues[HOST]))
-            freed += sum(self._drop(node, DEVICE) for node in leaving)
+            freed += sum(self._drop(node, DEVICE, num_pages, trail) for node in leaving)
         return freed
 
     def write(self, node: Node) -> None:
@@ -100,13 +109,21 @@ class Placement:
             self._back_up(path, ahead=True)
 
     def start(
-        self, tier: int, nodes: list[Node], pages: PageIds, rid: Hashable | None = None
+        self,
+        tier: int,
+        nodes: list[Node],
+        pages: PageIds,
+        rid: Hashable | None = None,
+        *,
+        cargo: Sequence[Cargo] = (),
+        anchor: Node | None = None,
     ) -> Ticket:
-        """`Controller.start`; the pages are freed if that raises."""
+        """`Controller.start`; the pages, those of `cargo` too, are freed if that raises."""
         try:
-            return self.controller.start(tier, nodes, pages, rid)
+            return self.controller.start(tier, nodes, pages, rid, cargo=cargo, anchor=anchor)
         except BaseException:
             self.free(tier, pages)
+            self.free_cargo(cargo)
             raise
 
     def acknowledge_backups(self, count: int) -> int:
@@ -115,6 +132,7 @@ class Placement:
         for done in self.controller.acknowledge(HOST, count):
             self.count(done)
             self.free(HOST, done.landed.surplus)
+            self.free_cargo(done.ticket.cargo)
             for node in done.landed.nodes:
                 self.events.stored(node, HOST)
             arrived += done.arrived
@@ -132,21 +150,44 @@ class Placement:
         """Give pages back to their pool."""
         self.pools[tier].allocator.free(pages)
 
+    @staticmethod
+    def free_cargo(cargo: Sequence[Cargo]) -> None:
+        """Give back what finished `cargo` did not bring to a node, private pages included."""
+        for each in cargo:
+            private = [] if each.private is None else [each.private[-1]]
+            each.trail.pools[each.tier].allocator.free([*each.surplus.tolist(), *private])
+
     def _deserves(self, node: Node) -> bool:
         return node.hit_count >= self._uses
 
-    def _save(self, node: Node) -> bool:
-        """Whether a copy of the victim `node` is on its way now; it is locked then."""
-        if node.pages[HOST] is not None or not self._deserves(node):
+    def _save(self, node: Node, trail: Trail | None) -> bool:
+        """Whether a copy of the victim `node` is on its way now; what may leave of it is locked
+        then."""
+        trails = self.hybrid.trails.values() if trail is None else (trail,)
+        saved = trail is not None or node.pages[HOST] is not None
+        if not self._deserves(node) or (
+            saved and not any(each.unsaved(node).size for each in trails)
+        ):
             return False
-        return self._back_up(node.path(), ahead=False)
+        started = self._back_up(node.path(), ahead=False)
+        return started if trail is None else trail.copies(node)
 
     def _back_up(self, path: list[Node], ahead: bool) -> bool:
         """Copy what the host lacks of `path`, evicting for it; or `ahead` of need as much of it as
         the host has free pages for."""
         lacking = list(dropwhile(lambda node: node.occupies(HOST), path))
-        if not lacking or any(node.occupies(HOST) for node in lacking):
+        if any(node.occupies(HOST) for node in lacking):
             return False
+        pages = self._host_pages(lacking, ahead) if lacking else NO_IDS
+        reach = lacking[0].start // self.tree.page_size + pages.size if lacking else inf
+        cargo = self._host_cargo(path, reach, ahead)
+        if pages.size or cargo:
+            nodes = lacking if pages.size else []
+            self.start(HOST, nodes, pages, cargo=cargo, anchor=path[-1])
+        return bool(pages.size or cargo)
+
+    def _host_pages(self, lacking: list[Node], ahead: bool) -> PageIds:
+        """Host pages for the full KV of `lacking`, or for the beginning of it."""
         anchor = lacking[0].parent
         assert anchor is not None
         owner = (lacking[0].rotation + lacking[0].start // self.tree.page_size) % (
@@ -164,14 +205,40 @@ class Placement:
         if guard is not None:
             self.tree.release(guard)
         self.counts["unbacked_pages"] += count - pages.size
-        if pages.size:
-            self.start(HOST, lacking, pages)
-        return pages.size > 0
+        return pages
 
-    def _drop(self, node: Node, tier: int) -> int:
-        """Take `node` out of `tier`; how many pages that frees."""
+    def _host_cargo(self, path: list[Node], reach: float, ahead: bool) -> list[Cargo]:
+        """What goes along to the host: all or nothing of what a boundary at a node's end needs, for
+        the nodes that go there now, the first `reach` pages of the prompt, and the end of `path`.
+        """
+        loads, end = [], self.hybrid.end(path[-1])
+        for name, trail in self.hybrid.trails.items():
+            cargo, allocator = Cargo(trail, HOST), trail.pools[HOST].allocator
+            near = {above for above, _, _ in trail.needed(end)}
+            for node in path:
+                if node.end > reach * self.tree.page_size:
+                    break
+                at = trail.unsaved(node)
+                if not at.size or (node.occupies(HOST) and node not in near):
+                    continue
+                if ahead:
+                    pages = allocator.alloc(at.size) if at.size <= allocator.num_free else None
+                else:
+                    pages = self.alloc(HOST, at.size, None, trail)
+                if pages is None:
+                    self.counts[f"{name}_unbacked_pages"] += at.size
+                else:
+                    cargo.add(node, at, pages)
+            loads += [cargo] if cargo.holdings else []
+        return loads
+
+    def _drop(self, node: Node, tier: int, num_pages: int, trail: Trail | None) -> int:
+        """Take `node` out of `tier`, or of its component about `num_pages`; how many that frees."""
+        if trail is not None:
+            return self.hybrid.shed(trail, node, tier, trail.leaving(node, tier, num_pages))
         pages = self.tree.drop(node, tier)
         self.free(tier, pages)
+        self.hybrid.leave(node, tier)
         self.events.removed(node, tier)
         self.metrics.evicted_pages[TIERS[tier]].add(pages.size)
         if tier == DEVICE and node.gone:

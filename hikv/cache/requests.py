@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Ticket
 from hikv.cache.lanes import CopyFailed
-from hikv.cache.node import NO_IDS, Lock, Namespace, Tokens
+from hikv.cache.node import NO_IDS, Lock, Namespace, Node, Tokens
+from hikv.cache.trails import Boundary, TrailLock
+
+if TYPE_CHECKING:
+    from hikv.cache.shares import StateShare, WindowShare
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class Lengths:
 
     Attributes:
         device_len: readable on the GPU now.
-        host_len: the tokens after them that the host holds. A candidate, no promise: none of them
-            is usable before `load_back`.
+        host_len: the tokens after them that the host holds, or completes with a window or a state.
+            A candidate, no promise: none of them is usable before `load_back`.
         loaded_len: of those, the ones that `load_back` brings for this request.
         storage_len: what storage holds beyond; `None` until `prefetch` has asked it.
         extend_len: what has to be computed: the prompt less `device_len` less `loaded_len`.
@@ -52,7 +57,7 @@ class AdmissionCost(NamedTuple):
     """What admitting a request takes.
 
     `load_len`, `extend_len`: tokens to load back and to compute. `pages`: GPU pages that it would
-    take of each pool. `available`: pages of each that are free or could be evicted.
+    take of each buffer and component. `available`: pages of each that are free or could be evicted.
     """
 
     load_len: int
@@ -71,14 +76,15 @@ class InsertResult(NamedTuple):
 
     `pages`: the request's page table, rewritten to the canonical pages. `inserted_len`: tokens that
     others can find now. `duplicates`: pages of the request that gave way to pages already there,
-    and are free again. `private`: why nothing was inserted, or `None`; the pages stay the request's
-    own.
+    and are free again; `doubled` those of each component. `private`: why nothing was inserted, or
+    `None`; the pages stay the request's own.
     """
 
     pages: PageIds
     inserted_len: int
     duplicates: int
     private: str | None
+    doubled: Mapping[str, int] = MappingProxyType({})
 
 
 class Progress(NamedTuple):
@@ -103,6 +109,9 @@ class Request:
             while they were loaded; freed with the request.
         failed: why its load-back failed, if it did. Its pages must not be read then.
         loads: whether a load-back was started for it.
+        missing: components for which the cached prefix was usable only in part.
+        unusable_len: tokens of which some tier has the full KV, and which they make useless.
+        shares: its part in each component.
         reasons: why tokens that the host holds are computed, keys of `explain.REASONS`.
     """
 
@@ -113,11 +122,40 @@ class Request:
     lengths: Lengths
     device_lock: Lock = field(repr=False)
     host_lock: Lock | None = field(repr=False)
+    boundary: Boundary = field(repr=False)
     own: PageIds = field(default_factory=lambda: NO_IDS, repr=False)
+    trail_locks: list[TrailLock] = field(default_factory=list, repr=False)
+    shares: dict[str, WindowShare | StateShare] = field(default_factory=dict, repr=False)
+    missing: tuple[str, ...] = ()
+    unusable_len: int = 0
     ticket: Ticket | None = field(default=None, repr=False)
     loads: bool = False
     failed: str | None = None
     reasons: tuple[str, ...] = ("gpu_quota",)  # until load_back is called, it has no quota
+
+    @property
+    def windows(self) -> dict[str, PageIds]:
+        """By component the window's page of each page of the prompt, −1 where it has passed."""
+        return {name: s.pages for name, s in self.shares.items() if s.pages is not None}
+
+    @property
+    def states(self) -> dict[str, int]:
+        """By component the page of the state that its forward pass reads and writes: from
+        `allocate` or `load_back` until it is handed over with `insert`. It begins as a copy of the
+        cached one; where nothing is cached, its content is unknown."""
+        return {name: s.slot for name, s in self.shares.items() if s.slot is not None}
+
+    @property
+    def started(self) -> bool:
+        """Whether it has pages of its own."""
+        taken = [self.own, *(share.own for share in self.shares.values())]
+        return bool(self.ticket) or any(pages.size for pages in taken)
+
+    @property
+    def end(self) -> Node:
+        """Where what it acquired ends, whichever tier holds it."""
+        nodes = [lock.node for lock in (self.device_lock, self.host_lock) if lock is not None]
+        return max(nodes, key=lambda node: node.end)
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Before layer `layer` is computed: let `stream` (on the CPU: the caller) wait for what is

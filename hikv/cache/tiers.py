@@ -102,6 +102,15 @@ class TieredNodes(Structure):
         """The same from the host to the GPU; a quota simply gives fewer pages."""
         return self._begin(DEVICE, nodes, "device_pages", device_pages)
 
+    def begin_beside(self, tier: int, node: Node) -> Operation:
+        """An operation that brings no page of the tree's own, for a copy of what others keep beside
+        it; until `finish` it locks the path down to `node` as far as the other tier holds that."""
+        while node.pages[1 - tier] is None and node.parent is not None:
+            node = node.parent
+        operation = Operation(tier, [], self.lock(node, 1 - tier), self._next_serial())
+        self.operations.add(operation)
+        return operation
+
     def finish(self, operation: Operation, arrived: int | None = None) -> Landed:
         """Acknowledge a copy: its first `arrived` pages (`None` = all) become visible; 0 aborts it.
 
@@ -112,7 +121,7 @@ class TieredNodes(Structure):
         tier, nodes = operation.tier, operation.nodes
         total = sum(node.num_pages for node in nodes)
         arrived = total if arrived is None else arrived
-        above = nodes[0].parent.arriving[tier] if nodes[0].parent else None
+        above = nodes[0].parent.arriving[tier] if nodes and nodes[0].parent else None
         if operation not in self.operations:
             fault = "one acknowledged before"
         elif arrived and above is not None and above.operation.serial < operation.serial:
