@@ -81,7 +81,7 @@ class Place(Protocol):
         """The rival's, queued at least."""
 
     def kernels(self, run: Run) -> list[str] | None:
-        """Kernels that ran on SMs for `run`; `None` where there are no SMs."""
+        """Kernels that ran on SMs for `run`; `None` where nobody can tell, or there are no SMs."""
 
     def compute(self, repeats: int, run: Run | None) -> float:
         """Seconds of so many GEMMs while `run` runs."""
@@ -157,8 +157,9 @@ class Gpu:
         dist.all_gather_into_tensor(gathered.view(-1), block.view(-1), group=self._group)
 
     def kernels(self, run: Run) -> list[str] | None:
-        """As torch's profiler sees them."""
-        return kernels(device_work(run, self.device))
+        """As torch's profiler sees them; one that sees no copies either proves nothing."""
+        seen = device_work(run, self.device)
+        return kernels(seen) if seen else None
 
     def compute(self, repeats: int, run: Run | None) -> float:
         """GEMMs on a stream of their own, queued before `run` is called."""

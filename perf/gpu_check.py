@@ -161,14 +161,18 @@ def _headlines(section: Section) -> list[str]:
         ]
     if section.name == "gather":
         return [
-            f"2 ranks on one GPU: {row['hikv']:.1f} GB/s a rank, {len(row['kernels'])} SM kernels, "
-            f"a GEMM beside takes {row['hikv gemm']:.2f} times as long"
+            f"2 ranks on one GPU: {row['hikv']:.1f} GB/s a rank, {_count(row['kernels'])} SM "
+            f"kernels, a GEMM beside takes {row['hikv gemm']:.2f} times as long"
             for row in rows
             if "refused" not in row
         ]
     if section.name == "sweep":
         return [line for direction in DIRECTIONS if (line := _fewest(rows, direction))]
     return []
+
+
+def _count(seen: Sequence[str] | None) -> str:
+    return "who knows how many" if seen is None else str(len(seen))
 
 
 def _fewest(rows: Sequence[Mapping[str, Any]], direction: str) -> str | None:

@@ -215,7 +215,9 @@ def gather(machine: Machine, deadline: Deadline) -> Findings:
     found = Findings(gather_tables([row], "p2p", "by two processes on one GPU"), [row])
     if row["wrong bytes"]:
         found.wrong.append(f"{row['wrong bytes']} bytes of the gather")
-    if row["kernels"]:
+    if row["kernels"] is None:
+        found.remarks.append("torch's profiler saw nothing: no proof that no kernel ran")
+    elif row["kernels"]:
         found.wrong.append(f"SM kernels ran in the gather: {', '.join(row['kernels'])}")
     return found
 

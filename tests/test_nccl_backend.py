@@ -212,6 +212,23 @@ def test_a_rank_that_lacks_a_capability_stops_all_before_anything_is_made(world,
     assert [fake.calls for fake in world.collectives] == [[], []]
 
 
+def test_after_a_refusal_the_ranks_go_another_way_together(world):
+    """The fall-back is the caller's, and every rank takes it: all have heard the same."""
+
+    def body(group):
+        try:
+            build(group)
+        except GatherError:
+            world.obstacles.clear()
+            gather = build(group, allow_sm=True)
+            group.exchange(None)
+            gather.close()
+            return gather.report().engine
+
+    world.obstacles[1] = "NCCL is 2.27.3"
+    assert world.of(2).threads.run(body) == ["copy engine", "copy engine"]
+
+
 @pytest.mark.parametrize("step", ["allocate", "open", "register", "bytes"])
 def test_a_step_that_fails_on_one_rank_stops_all_before_the_next(world, step):
     world.fails[1] = step

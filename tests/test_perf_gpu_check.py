@@ -233,6 +233,15 @@ def test_wrong_bytes_and_kernels_of_the_gather_are_wrong(monkeypatch, found, tol
     assert gather(FakeGpu(), LONG).wrong == [told]
 
 
+def test_a_profiler_that_saw_nothing_is_no_proof(monkeypatch):
+    monkeypatch.setattr(gpu_sections, "measure_ranks", lambda work, n: GATHERED | {"kernels": None})
+    sections = run_sections(FakeGpu(), {"gather": (gather, 40)})
+    assert sections[0].status == "cut short"
+    text = " ".join(report_on(FakeGpu(), sections, Path("x.json")).terminal().split())
+    assert "no proof that no kernel ran" in text
+    assert "who knows how many SM kernels" in text
+
+
 def test_a_gather_that_is_refused_is_skipped_with_the_reason(monkeypatch):
     refused = {"ranks": 2, "refused": "back end 'p2p' cannot serve the group (rank 0: no CUDA IPC)"}
     monkeypatch.setattr(gpu_sections, "measure_ranks", lambda work, n: refused)
