@@ -163,10 +163,15 @@ class GpuBench:
         return littles_law(point, case.nbytes, in_flight, link["latency"], link["h2d"])
 
     def slowdown(self, case: Case, point: Point) -> float | None:
-        """Time of GEMMs (4096³, bf16) beside copies that last as long, over their time alone."""
+        """Time of GEMMs (4096³, bf16) beside copies that last as long, over their time alone.
+
+        On random values: a GPU draws less power for equal ones, and keeps higher clocks.
+        """
         plans = case.plans(self._pool, turns=min(cold_sets(case.nbytes), _MAX_TURNS))
-        a = torch.ones((_GEMM, _GEMM), dtype=torch.bfloat16, device=self._device)
-        b, out = torch.ones_like(a), torch.empty_like(a)
+        shape = (_GEMM, _GEMM)
+        a, b, out = (
+            torch.randn(shape, dtype=torch.bfloat16, device=self._device) for _ in range(3)
+        )
         side = torch.cuda.Stream(self._device)
 
         def gemms() -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hikv.measure import Sample, Timing
 from hikv.tables import Entry
+from hikv.transfers import piece_bytes
 
 from .bench import Bench
 from .cases import Case
@@ -71,6 +72,7 @@ def search(case: Case, bench: Bench, *, target: float, quick: bool, interference
     slowdown = bench.slowdown(case, chosen) if interference else None
     record = _record(ranked, timings, bench.predicted(case, chosen), slowdown)
     record |= {"target": target, "required": _figure(required)}
+    record["piece_bytes"] = piece_bytes(chosen.path, case.part_plan())
     entry = Entry(case.key, chosen.path, chosen.block_quota, dict(chosen.config), record)
     return Found(entry, screening.wrong, screened | timings)
 

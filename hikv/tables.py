@@ -71,7 +71,7 @@ class Entry:
     Attributes:
         config: the fields of the kernel's `Config`; empty for its default.
         record: figures of the search, for people: `gbps` with p20, p50 and p80, `required`,
-            `predicted`, `runner_up`, `gemm_slowdown`.
+            `predicted`, `runner_up`, `gemm_slowdown`; and `piece_bytes`, which a look-up compares.
     """
 
     key: Key
@@ -186,6 +186,8 @@ def _entry(row: dict[str, Any]) -> Entry:
     for name, value in {"block_quota": quota, **config}.items():
         if value not in space.get(name, ()):
             raise ValueError(f"{path} with {name} {value!r} is outside the space of choices")
+    if type(rest.get("piece_bytes")) not in (int, type(None)):
+        raise ValueError(f"piece_bytes is {rest['piece_bytes']!r}")
     return Entry(key, path, quota, config, rest)
 
 

@@ -164,6 +164,12 @@ def obstacle(path: str, plan: CopyPlan) -> str | None:
     return PATHS[path].obstacle(plan)
 
 
+def piece_bytes(path: str, plan: CopyPlan) -> int | None:
+    """Mean bytes of what a copy engine is handed by `path`; `None` where the plan's runs tell."""
+    measure = PATHS[path].piece_bytes
+    return measure(plan) if measure is not None else None
+
+
 def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise: bool) -> Choice:
     if path is not None and not PATHS[path].block_quota:
         return Choice(path, 0, "caller")
@@ -177,6 +183,7 @@ def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise
         ),
         path=path,
         table=tuned(info) if info else None,
+        piece_bytes=lambda name: piece_bytes(name, plan),
     )
 
 

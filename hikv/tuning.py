@@ -163,6 +163,12 @@ def load(files: Sequence[Path], expected: Mapping[str, object]) -> Tuned:
     return Tuned(tables, notes)
 
 
+def _as_tuned(entry: Entry, piece_bytes: int | None) -> bool:
+    """Whether pieces of this size are at most an octave below those that `entry` was timed with."""
+    tuned_with = entry.record.get("piece_bytes")
+    return piece_bytes is None or tuned_with is None or 2 * piece_bytes >= tuned_with
+
+
 def choose(
     plan: CopyPlan,
     *,
@@ -171,6 +177,7 @@ def choose(
     serves: Callable[[str], bool],
     path: str | None = None,
     table: Tuned | None = None,
+    piece_bytes: Callable[[str], int | None] = lambda path: None,
 ) -> Choice:
     """The path for `plan`, CTAs and configuration, where the caller left them open.
 
@@ -186,6 +193,8 @@ def choose(
         link_gbps: decimal GB/s between host and GPU.
         serves: whether this machine can run a path for this plan.
         path: the caller's path with a kernel; a table can still say how many CTAs.
+        piece_bytes: mean bytes of what a path hands to a copy engine at a time, where the key of
+            the plan does not tell.
     """
     if path is None and plan.gpu is None:
         return Choice("cpu", 0, "default")
@@ -194,7 +203,9 @@ def choose(
     if found is not None:
         entry, source = found
         allowed = path is None and not (engine_alone and entry.block_quota)
-        if path == entry.path or (allowed and serves(entry.path)):
+        if path == entry.path or (
+            allowed and serves(entry.path) and _as_tuned(entry, piece_bytes(entry.path))
+        ):
             bound = (
                 entry.block_quota if block_quota is None or not entry.block_quota else block_quota
             )

@@ -117,6 +117,10 @@ def test_a_record_holds_spread_runner_up_prediction_and_slowdown():
         Case("h2d", 1024, 16384), gpu, target=TARGET, quick=True, interference=False
     ).entry.record
     assert without["gemm_slowdown"] is None
+    assert record["piece_bytes"] is None  # of a kernel that crosses the link the runs tell
+    # K and V of 4 layers of a page in one box.
+    boxes = search(Case("h2d", 4096, 16384), gpu, target=TARGET, quick=True, interference=False)
+    assert (boxes.entry.path, boxes.entry.record["piece_bytes"]) == ("ce3d", 2 * 4 * 4096)
 
 
 def test_what_copies_wrong_bytes_is_never_chosen():

@@ -17,7 +17,7 @@ from cases import DTYPES, PAIRS, check_copy, dense, head_specs, per_layer
 import hikv
 from hikv import ArgumentError, KVBuffer, KVSpec, PathUnavailable, transfers
 from hikv.kernels.submit import check_stream
-from hikv.transfers import PATHS, obstacle
+from hikv.transfers import PATHS, obstacle, piece_bytes
 from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, choose
 
 SPEC = KVSpec(4, 8, 16, 4, torch.bfloat16)
@@ -132,6 +132,16 @@ def test_the_choice_follows_the_size_of_the_copies(dst_layout, head_group, path)
     choice = chosen(meta_plan("layer_first", dst_layout, spec))
     assert (choice.path, choice.source) == (path, "default")
     assert choice.block_quota == (0 if path == "ce" else 2)
+
+
+def test_pieces_are_what_a_copy_engine_is_handed():
+    spec = KVSpec(6, 8, 128, 64, torch.bfloat16)
+    plan = meta_plan("layer_first", "page_first", spec)
+    page = spec.bytes_per_page
+    # Boxes of the rows of a layer, K and V as their two layers; whole pages from the scratch.
+    assert piece_bytes("ce3d", plan) == page // 6
+    assert piece_bytes("staged", plan) == page
+    assert piece_bytes("ce", plan) is piece_bytes("sm", plan) is None
 
 
 def test_without_a_table_an_sm_path_launches_two_ctas():

@@ -46,9 +46,22 @@ def meta_plan(head_group: int | None = 4, pages=range(0, 64, 2)):
     return plan_transfer(src, dst, np.arange(len(pages)), np.array(pages))
 
 
-def chosen(plan, tuned, block_quota=None, path=None, serves=lambda path: True) -> Choice:
+def chosen(
+    plan,
+    tuned,
+    block_quota=None,
+    path=None,
+    serves=lambda path: True,
+    piece_bytes=lambda path: None,
+) -> Choice:
     return choose(
-        plan, block_quota=block_quota, link_gbps=63.0, serves=serves, path=path, table=tuned
+        plan,
+        block_quota=block_quota,
+        link_gbps=63.0,
+        serves=serves,
+        path=path,
+        table=tuned,
+        piece_bytes=piece_bytes,
     )
 
 
@@ -103,6 +116,7 @@ def test_a_foreign_file_is_reported_and_never_used(file, text):
         ("block_quota", 5000),
         ("block_quota", 0),
         ("config", {"num_warps": 7}),
+        ("piece_bytes", "1 KiB"),
         ("config", {"stages": 3}),
         ("config", 5),
     ],
@@ -278,6 +292,19 @@ def test_without_a_kernel_a_table_still_says_which_way():
     elsewhere = chosen(plan, found, block_quota=0, serves=lambda path: path != "ce3d")
     assert elsewhere == Choice("ce", 0, "caller")
     assert chosen(plan, Tuned([]), block_quota=0) == Choice("ce", 0, "caller")
+
+
+def test_an_entry_does_not_speak_for_pieces_much_smaller_than_it_was_timed_with():
+    plan = meta_plan()
+    entry = Entry(key_of(plan), "ce3d", 0, {}, {"piece_bytes": 65536})
+    found = Tuned([(Path("t"), table(entry))])
+    for nbytes, path in ((65536, "ce3d"), (1 << 20, "ce3d"), (32768, "ce3d"), (32767, "sm")):
+        assert chosen(plan, found, piece_bytes=lambda name, n=nbytes: n).path == path
+    assert chosen(plan, found, piece_bytes=lambda name: None).path == "ce3d"
+    staged = Entry(key_of(plan), "staged", 4, {}, {"piece_bytes": 65536})
+    found = Tuned([(Path("t"), table(staged))])
+    few = chosen(plan, found, path="staged", piece_bytes=lambda name: 1)
+    assert (few.path, few.block_quota) == ("staged", 4)  # the caller's own choice stands
 
 
 def test_the_fields_of_an_entry_make_the_kernels_config():

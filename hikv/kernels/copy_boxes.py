@@ -24,7 +24,7 @@ from hikv.kernels.memcpy import (
 )
 from hikv.kernels.submit import Path, require
 from hikv.plan import CopyPlan, Loop, PartPlan, page_runs, plan_transfer
-from hikv.shapes import MAX_PITCH, PAGE, Shape, no_rows, part_shape
+from hikv.shapes import MAX_PITCH, PAGE, Shape, no_rows, num_boxes, part_shape
 
 
 def copy_boxes(
@@ -175,4 +175,9 @@ def _unstacked(found: np.ndarray, extent: str) -> np.ndarray:
     return apart
 
 
-PATH = Path("ce3d", obstacle, launch)
+def box_bytes(plan: CopyPlan) -> int:
+    """Mean payload of a box."""
+    return plan.nbytes // max(num_boxes(plan), 1)
+
+
+PATH = Path("ce3d", obstacle, launch, piece_bytes=box_bytes)

@@ -181,4 +181,9 @@ def release_scratch() -> None:
         _SCRATCH.clear()
 
 
-PATH = Path("staged", obstacle, launch, block_quota=True, layerwise=False)
+def page_bytes(plan: CopyPlan) -> int:
+    """Payload of a page: what crosses the link at a time."""
+    return plan.nbytes // max(plan.num_pages, 1)
+
+
+PATH = Path("staged", obstacle, launch, block_quota=True, layerwise=False, piece_bytes=page_bytes)

@@ -27,6 +27,8 @@ class Path:
         config: makes the `config` that it takes, from the fields in a tuned table.
         shares_pages: it takes page ids that `upload_pages` brought to the GPU, as `pages`.
         layerwise: it can move one layer at a time.
+        piece_bytes: mean bytes of what a copy engine is handed at a time, where the runs of the
+            plan do not tell.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Path:
     config: Callable[..., Any] | None = None
     shares_pages: bool = False
     layerwise: bool = True
+    piece_bytes: Callable[[CopyPlan], int] | None = None
 
 
 def interpreted(kernel: Any) -> bool:
