@@ -29,6 +29,9 @@ TILE_BYTES = 128 << 10
 PATH_OBSTACLES: dict[str, Callable[[CopyPlan], str | None]] = {}
 """Per path, why it cannot serve a plan here, or `None`: `hikv.transfers` fills it."""
 
+PATH_PIECES: dict[str, Callable[[CopyPlan], int]] = {}
+"""Per path whose copies are not the plan's descriptors, their mean size in bytes; filled too."""
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -208,7 +211,10 @@ class CopyPlan:
                 table = f", table of {side.table.size}" if side.table is not None else ""
                 lines.append(f"    {name}: radix {radix}, page stride {side.page_stride} B{table}")
         for name, obstacle in PATH_OBSTACLES.items():
-            lines.append(f"  path {name}: {obstacle(self) or 'serves'}")
+            serves = "serves"
+            if name in PATH_PIECES:
+                serves += f", in pieces of {PATH_PIECES[name](self)} B"
+            lines.append(f"  path {name}: {obstacle(self) or serves}")
         return "\n".join(lines)
 
 
@@ -230,9 +236,9 @@ def plan_transfer(
             is all.
 
     Raises:
-        ArgumentError: no buffer, different geometry, head grids that do not nest, layers out of range, page
-            ids of another dtype, out of range, of unequal length, or twice in the destination, or
-            memory that source and destination share.
+        ArgumentError: no buffer, different geometry, head grids that do not nest, layers out of
+            range, page ids of another dtype, out of range, of unequal length, or twice in the
+            destination, or memory that source and destination share.
     """
     for name, buffer in (("src", src), ("dst", dst)):
         check_type(name, buffer, KVBuffer, remedy="see the memory through a KVBuffer")

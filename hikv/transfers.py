@@ -22,12 +22,13 @@ from hikv.kernels.relayout import PATH as REGISTERS
 from hikv.kernels.relayout_tma import PATH as TMA
 from hikv.kernels.staged import PATH as STAGED
 from hikv.kernels.submit import Path, check_stream, on_stream, upload_pages
-from hikv.plan import PATH_OBSTACLES, CopyPlan, plan_transfer
+from hikv.plan import PATH_OBSTACLES, PATH_PIECES, CopyPlan, plan_transfer
 from hikv.tuning import Choice, choose, tuned
 
 PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, BOXES, CPU)}
 """Every path by name."""
 PATH_OBSTACLES.update({name: path.obstacle for name, path in PATHS.items()})
+PATH_PIECES.update({name: path.piece_bytes for name, path in PATHS.items() if path.piece_bytes})
 
 __all__ = ["PATHS", "Transfer", "obstacle", "plan_transfer", "transfer", "transfer_in_turns"]
 
@@ -166,8 +167,7 @@ def obstacle(path: str, plan: CopyPlan) -> str | None:
 
 def piece_bytes(path: str, plan: CopyPlan) -> int | None:
     """Mean bytes of what a copy engine is handed by `path`; `None` where the plan's runs tell."""
-    measure = PATHS[path].piece_bytes
-    return measure(plan) if measure is not None else None
+    return PATH_PIECES[path](plan) if path in PATH_PIECES else None
 
 
 def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise: bool) -> Choice:

@@ -19,7 +19,7 @@ from oracle import LATENT_ORDERS, ORDERS
 import hikv
 from hikv.buffer import KVBuffer
 from hikv.errors import ArgumentError
-from hikv.plan import CopyPlan, PartPlan, Side, page_runs, plan_transfer
+from hikv.plan import PATH_OBSTACLES, CopyPlan, PartPlan, Side, page_runs, plan_transfer
 from hikv.spec import KVSpec
 
 BF16, U8 = torch.bfloat16, torch.uint8
@@ -230,6 +230,16 @@ def test_describe_says_which_paths_serve_and_why_the_others_cannot():
         "  path ce3d: neither side is on a GPU",
         "  path cpu: serves",
     ]
+
+
+def test_describe_says_how_large_the_pieces_of_a_path_are(monkeypatch):
+    monkeypatch.setitem(PATH_OBSTACLES, "ce3d", lambda plan: None)
+    spec = KVSpec(2, 4, 16, 8, BF16)
+    src, dst = KVBuffer.empty(spec, "layer_first", 4), KVBuffer.empty(spec, "page_first", 4)
+    plan = hikv.plan_transfer(src, dst, [0, 2], [1, 0])
+    assert plan.num_descriptors == 2 * 2 * 2 * 8
+    # 8 rows of 128 B of K and of V, a layer at a time.
+    assert "  path ce3d: serves, in pieces of 2048 B" in plan.describe().splitlines()
 
 
 def test_describe_counts_the_entries_of_a_table_and_the_layers_moved():
