@@ -11,6 +11,7 @@ from cases import check_copy, dense, engine_forms, head_specs, latent_specs, wid
 from oracle import LATENT_ORDERS, ORDERS
 
 from hikv.buffer import KVBuffer
+from hikv.cp.witness import device_work, kernels
 from hikv.errors import PathUnavailable
 from hikv.kernels.copy_boxes import launch as launch_boxes
 from hikv.kernels.copy_engine import copy_engine, launch, unavailable
@@ -106,6 +107,22 @@ def test_the_call_for_boxes_that_the_driver_has(batched, monkeypatch):
     assert submitted.call == (BATCH_3D if BATCH_3D in driver.batches else SINGLE_3D)
     assert submitted.num_copies == num_boxes(plan) < plan.num_descriptors
     assert torch.equal(rows(host, dst_pages), want)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("row_bytes", [2, 132, 1152, 65536])
+def test_boxes_launch_no_kernel(row_bytes, direction):
+    """However narrow the rows: the profiler sees copies alone."""
+    spec = KVSpec(4, 1, row_bytes, 16, torch.uint8, latent=True)
+    pools = []
+    for layout, place in zip(("layer_first", "page_first"), PLACES[direction], strict=True):
+        memory = torch.zeros(64 * spec.bytes_per_page, dtype=torch.uint8)
+        pools.append(KVBuffer.from_tensor(place(memory), spec, layout))
+    rng = np.random.default_rng(3)
+    plan = plan_transfer(*pools, rng.permutation(64)[:32], rng.permutation(64)[:32])
+    names = device_work(lambda: launch_boxes(plan), torch.device("cuda"))
+    assert names
+    assert kernels(names) == []
 
 
 @pytest.mark.parametrize("num_pages", [1, 128, 4096])

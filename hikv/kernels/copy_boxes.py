@@ -1,7 +1,9 @@
 """Zero-SM relayout: a plan as strided boxes for the copy engines.
 
 A copy engine steps by itself through the rows of a box. So pages whose runs are too short to be
-submitted one by one become a few boxes, and no kernel converts them.
+submitted one by one become a few boxes, and no kernel converts them. That the driver carries every
+box by a copy engine, however narrow its rows, its documentation does not say; a profile does, and
+`tests/test_gpu_copy_engine.py` takes one.
 """
 
 from __future__ import annotations
