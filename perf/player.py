@@ -19,7 +19,7 @@ from hikv.cache.hiradix import ANYONE, HiRadixCache
 from hikv.cache.keys import namespace_seed, page_hashes
 from hikv.cache.pools import DevicePool, HostPool
 from hikv.cp.shard_map import ShardMap
-from hikv.errors import HikvError
+from hikv.errors import CapacityError, HikvError
 from hikv.pinned import pinned_budget
 from hikv.spec import KVSpec
 
@@ -45,6 +45,7 @@ class Player:
         num_ranks: ranks that the pages are sharded over. Each has a cache of its own over pools of
             its own, is told the same, and must come to the same books; nothing is exchanged.
         hosts: ranks whose host memory is one pool, that of every cache here.
+        scratch: GPU pages of a rank, if these are bounded, whose memory something else takes.
 
     A request finds every copy that was begun before it ended, so hits depend on no timing. Raises
     `HikvError` for the first wrong byte and the first difference between ranks, and `CapacityError`
@@ -60,6 +61,7 @@ class Player:
         *,
         num_ranks: int = 1,
         hosts: int = 1,
+        scratch: int = 0,
     ) -> None:
         pages = capacity or max(1, workload.blocks)
         options: dict[str, Any] = {"host_ratio": host_ratio or None, **settings}
@@ -69,6 +71,7 @@ class Player:
         config = HiCacheConfig(mem_layout=LAYOUT, load_back_threshold=0, **options)
         available = pinned_budget().available_bytes
         host_pages = hosts * config.host_pages(pages, HASH_BYTES, available) if host_ratio else 1
+        pages = _left(pages, scratch if capacity else 0)
         self.shards = ShardMap(num_ranks, SPEC.page_size)
         self.caches: list[HiRadixCache] = []
         self._rows: list[np.ndarray] = []
@@ -185,6 +188,18 @@ class Player:
             if told != first:
                 raise HikvError(f"{what} on rank {rank} is not that on rank 0")
         return first
+
+
+def _left(pages: int, scratch: int) -> int:
+    if scratch < pages:
+        return pages - scratch
+    raise CapacityError(
+        "GPU pages of a rank beside its scratch",
+        required=scratch + 1,
+        available=pages,
+        unit="pages",
+        remedy="raise --capacity",
+    )
 
 
 def _tree(cache: HiRadixCache) -> list[tuple[Any, ...]]:

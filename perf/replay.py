@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--write-policy", choices=policies, default="write_through", help="when L2 gets its copy")
     add("--block-tokens", type=positive, help="tokens of one id of a trace; default by its lengths")
     add("--cp", type=positive, metavar="N", help="compare pages sharded over N ranks with replicas")
+    add("--layers", type=positive, default=61, metavar="L", help="of the model, for --cp's scratch")
     add("--json", action="store_true", help="one JSON object a capacity, instead of the table")
     add("--plot", type=Path, metavar="FILE", help="hit rate against capacity")
     add_model_options(parser)

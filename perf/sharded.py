@@ -2,7 +2,8 @@
 
 Replicated, every GPU holds the same pages, and the host memory of all ranks is one pool that holds
 each page once, as latent rows allow. Sharded, a page is on one GPU and in one host's share, so the
-GPUs together hold as many times the pages as there are ranks, and the hosts hold as many as before.
+GPUs together hold as many times the pages as there are ranks, less the scratch that each needs to
+gather them, and the hosts hold as many as before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from hikv.cp.scratch import NUM_SLOTS
 
 from .output import Column, Table
 from .player import Player, Row
@@ -24,8 +27,11 @@ KINDS = ("replicated", "sharded")
 def run(workload: Workload, settings: Mapping[str, Any], args: Namespace) -> int:
     """`perf replay --cp`: print one comparison for each capacity."""
     rows = []
+    scratch = scratch_pages(workload, args.layers)
     for capacity in args.capacity:
-        rows.append(compare(workload, capacity, args.cp, args.host_ratio, settings))
+        rows.append(
+            compare(workload, capacity, args.cp, args.host_ratio, settings, scratch=scratch)
+        )
         if args.json:
             print(json.dumps(rows[-1]), flush=True)
     if not args.json:
@@ -41,23 +47,33 @@ def compare(
     num_ranks: int,
     host_ratio: float,
     settings: Mapping[str, Any],
+    *,
+    scratch: int = 0,
 ) -> Row:
     """Both ways for one size of a rank: `capacity` GPU pages, and host pages by `host_ratio`.
 
-    Raises as `Player` does.
+    `scratch`: GPU pages of each sharded rank that its gather takes. Raises as `Player` does.
     """
+    size = (workload, capacity, host_ratio, settings)
     players = {
-        "replicated": Player(workload, capacity, host_ratio, settings, hosts=num_ranks),
-        "sharded": Player(workload, capacity, host_ratio, settings, num_ranks=num_ranks),
+        "replicated": Player(*size, hosts=num_ranks),
+        "sharded": Player(*size, num_ranks=num_ranks, scratch=scratch),
     }
     found: dict[str, Row] = {}
     for kind, player in players.items():
         found[kind] = _in_tokens(player.play(), workload.block_tokens)
         player.finish()
-    own = {"workload": workload.name, "ranks": num_ranks, "capacity": capacity}
+    own: Row = {"workload": workload.name, "ranks": num_ranks, "capacity": capacity}
+    own["scratch_pages"] = scratch
     own["host_pages"] = found["sharded"].pop("host_pages")
     found["replicated"].pop("host_pages")
     return own | found | {"difference": _difference(*found.values())}
+
+
+def scratch_pages(workload: Workload, layers: int) -> int:
+    """Pages whose memory the gather's slots take, two layers of the longest request."""
+    longest = max((len(a.prompt) + len(a.output) for a in workload.arrivals), default=0)
+    return -(-NUM_SLOTS * longest // layers)
 
 
 def _in_tokens(row: Row, block_tokens: int) -> Row:
@@ -129,7 +145,7 @@ def tables(workload: Workload, rows: Sequence[Row], settings: Mapping[str, Any])
             "Sharded less replicated",
             differences,
             [row | row["difference"] for row in rows],
-            _notes(workload, ranks),
+            _notes(workload, rows[0]),
         ),
     ]
 
@@ -140,17 +156,18 @@ def _figures(row: Row, kind: str) -> Row:
     return row | found | {"kind": kind} | {key: found[name] / 1e6 for key, name in counted.items()}
 
 
-def _notes(workload: Workload, ranks: int) -> list[str]:
+def _notes(workload: Workload, row: Row) -> list[str]:
+    ranks, scratch = row["ranks"], row["scratch_pages"]
     return [
         f"A page is one block of {workload.block_tokens} tokens, counted whole; L1 0 is unbounded.",
         "Replicated: one cache stands for all ranks, which would do the same; its L2 is the host "
         f"memory of {ranks} ranks as one pool that holds each page once.",
         f"Sharded: {ranks} caches over pools of their own, told the same requests, exchange "
         "nothing. At every request they had the same page table, and every reused page was "
-        "compared, on its owner, with the hash of its prefix.",
+        f"compared, on its owner, with the hash of its prefix. Of its L1 a rank gives {scratch} "
+        "pages for the gather's scratch, two layers of the longest request.",
         "Simulated: the ranks are caches in one process, both tiers lie in this host's memory, a "
-        "page's content is that hash, and nothing is timed. The gather's scratch, two layers of a "
-        "batch, is not taken off the sharded ranks' memory.",
+        "page's content is that hash, and nothing is timed.",
     ]
 
 

@@ -12,7 +12,7 @@ from hikv.errors import ArgumentError, CapacityError, HikvError
 from perf.__main__ import main
 from perf.player import Player
 from perf.replay import replay
-from perf.sharded import compare
+from perf.sharded import compare, scratch_pages
 from perf.traces import WORKLOADS, Arrival, Workload, make_workload, read_trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -193,6 +193,17 @@ def test_ranks_in_lock_step_keep_the_same_books(policy: str, num_ranks: int) -> 
         player.finish()
         assert found["hits"] == found["device_hits"] + found["loaded"]
         assert found["evicted_device"] > 0
+
+
+def test_a_sharded_rank_pays_for_its_scratch_and_keeps_its_host_memory() -> None:
+    """With one page less on each GPU the two prompts of three pages no longer fit side by side."""
+    row = compare(BACK_AND_FORTH, 3, 2, 1.0, SETTINGS, scratch=1)
+    assert (row["scratch_pages"], row["host_pages"]) == (1, 3)
+    assert row["sharded"]["gpu_hit_tokens"] == 0
+    assert row["sharded"]["host_served_tokens"] == 3 * 64
+    assert scratch_pages(make_workload("A"), 61) == 2, "2 of 61 layers of 38 pages"
+    with pytest.raises(CapacityError, match="GPU pages of a rank beside its scratch: needs 4"):
+        compare(BACK_AND_FORTH, 3, 2, 1.0, SETTINGS, scratch=3)
 
 
 def test_one_rank_is_the_same_both_ways() -> None:
