@@ -137,9 +137,10 @@ def test_the_own_pages_take_the_way_that_was_faster(ranks, monkeypatch, together
         assert mine._beside.notes == []
     else:
         assert mine._driver.copied == [(beside, 4), (main, 4)]
-        *waits, (_, end) = mine._beside.notes
-        assert waits == mine._stream.notes[:2], "both wait for the restores"
-        assert mine._stream.notes[2] == ("wait", end), "the slot is ready when both are through"
+        restored, (_, end) = mine._beside.notes
+        assert restored == ("wait", handles(mine)[1])
+        assert mine._stream.notes[0] == ("wait", handles(ranks.pair[1])[1])
+        assert mine._stream.notes[1] == ("wait", end), "the slot is ready when both are through"
 
 
 def test_wrong_bytes_end_the_choice(ranks, monkeypatch):
@@ -149,7 +150,7 @@ def test_wrong_bytes_end_the_choice(ranks, monkeypatch):
         copy(driver, Descriptors(work.src[1:], work.dst[1:], work.nbytes[1:]), stream)
 
     monkeypatch.setattr(FakeDriver, "copy", lossy)
-    with pytest.raises(GatherError, match="in the peers' batch: what arrived is not what rank 1"):
+    with pytest.raises(GatherError, match="in the peers' batch: what arrived is not what rank 0"):
         ranks.choose()
 
 

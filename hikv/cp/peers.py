@@ -31,7 +31,6 @@ from hikv.cp.scratch import Slot
 from hikv.cp.streams import StreamOrder
 from hikv.errors import GatherError
 from hikv.kernels.copy_engine import unavailable
-from hikv.kernels.memcpy import Descriptors
 from hikv.measure import Candidate, GpuClock, measure
 from hikv.plan import CopyPlan
 
@@ -105,36 +104,34 @@ class PeerBackend(DirectCopies, StreamOrder):
         return (self._choose,)
 
     def copy(self, layer: int, slot: int) -> Moved:
-        """Queue one batch, or two."""
-        fences = [events[layer] for events in self._fences]
-        if slot in self._free:
-            fences.append(self._free[slot])
-        for stream in self._streams(self._apart):
-            for fence in fences:
-                stream.wait_event(fence)
-        own, peers = self._work(self._copies[slot], layer)
-        self._ready[slot] = self._queue(own, peers, self._apart)
-        return Moved(len(own) + len(peers), int(own.nbytes.sum() + peers.nbytes.sum()))
+        """Queue one batch, or two, each behind the restores of what it reads."""
+        for stream, owners in self._shares(self._apart):
+            for owner in owners:
+                stream.wait_event(self._fences[owner][layer])
+            if slot in self._free:
+                stream.wait_event(self._free[slot])
+        moved = self._queue(self._copies[slot], layer, self._apart)
+        self._ready[slot] = self._stream.record_event()
+        return moved
 
-    def _streams(self, apart: bool) -> list[torch.cuda.Stream]:
-        return [self._stream, self._beside] if apart else [self._stream]
+    def _shares(self, apart: bool) -> list[tuple[torch.cuda.Stream, list[int]]]:
+        """Which stream copies the pages of which owners."""
+        owners = list(range(len(self._pools)))
+        if not apart:
+            return [(self._stream, owners)]
+        return [(self._beside, [owners.pop(self._rank)]), (self._stream, owners)]
 
-    def _work(self, copies: dict[int, CopyPlan], layer: int) -> tuple[Descriptors, Descriptors]:
-        """The copies of a layer: of this rank's own pages, and of the peers'."""
-        own = [plan for owner, plan in copies.items() if owner == self._rank]
-        peers = [plan for owner, plan in copies.items() if owner != self._rank]
-        return layer_work(own, layer), layer_work(peers, layer)
-
-    def _queue(self, own: Descriptors, peers: Descriptors, apart: bool) -> torch.cuda.Event:
-        """Queue the copies of a layer; an event on the gather's stream behind all of them."""
+    def _queue(self, copies: dict[int, CopyPlan], layer: int, apart: bool) -> Moved:
+        """Queue the copies of a layer; what comes next on the gather's stream is behind them."""
+        moved = Moved(0, 0)
         with self._driver.primary_context(self._device.index):
-            if apart:
-                self._driver.copy(own, self._beside.cuda_stream)
-                self._driver.copy(peers, self._stream.cuda_stream)
-                self._stream.wait_event(self._beside.record_event())
-            else:
-                self._driver.copy(_joined(peers, own), self._stream.cuda_stream)
-        return self._stream.record_event()
+            for stream, owners in self._shares(apart):
+                work = layer_work([copies[owner] for owner in owners if owner in copies], layer)
+                self._driver.copy(work, stream.cuda_stream)
+                moved = Moved(moved.copies + len(work), moved.nbytes + int(work.nbytes.sum()))
+        if apart:
+            self._stream.wait_event(self._beside.record_event())
+        return moved
 
     def _choose(self) -> None:
         """Time both ways on pages that do not join, as many as the scratch and `TRIAL_BYTES` allow.
@@ -148,14 +145,14 @@ class PeerBackend(DirectCopies, StreamOrder):
         if ranks == 1 or not block:
             return
         copies = direct_copies(self._pools, slot, pages)
-        own, peers = self._work(copies, 0)
-        nbytes = int(own.nbytes.sum() + peers.nbytes.sum())
+        nbytes = sum(plan.for_layers(0, 1).nbytes for plan in copies.values())
 
         def trial(apart: bool) -> None:
             caller = torch.cuda.current_stream(self._device)
-            for stream in self._streams(apart):
+            for stream, _ in self._shares(apart):
                 stream.wait_stream(caller)
-            caller.wait_event(self._queue(own, peers, apart))
+            self._queue(copies, 0, apart)
+            caller.wait_stream(self._stream)
 
         def candidate(way: str) -> Candidate:
             apart = way == APART
@@ -197,11 +194,6 @@ def check_reach(near: int, far: int, owner: int) -> None:
             f"GPU {near} cannot reach the memory of GPU {far} (rank {owner})",
             remedy="use GPUs joined by NVLink or by one PCIe root",
         )
-
-
-def _joined(*parts: Descriptors) -> Descriptors:
-    columns = zip(*((part.src, part.dst, part.nbytes) for part in parts), strict=True)
-    return Descriptors(*map(np.concatenate, columns))
 
 
 def _ipc_bytes(storage: torch.Tensor) -> bytes:
