@@ -76,6 +76,8 @@ class FakeCollective:
 
     def watch(self, run, device):
         run()
+        if self.calls and self.world.fails.get(self.rank) == "sight":
+            return []
         return self.world.seen.get(self.rank, COPIES)
 
     def close(self):
@@ -296,6 +298,11 @@ def test_ranks_that_allow_different_things_do_not_meet(world):
 
 
 def test_a_profiler_that_sees_nothing_proves_nothing(world):
+    world.fails[1] = "sight"  # after the first copy, which it saw
+    answers = world.of(2).threads.run(build)
+    all_raise(answers, "back end 'nccl' cannot serve the group (rank 1: torch's profiler sees no")
+    world.fails.clear()
+    world.collectives.clear()
     world.seen[0] = []
     answers = world.of(2).threads.run(build)
     all_raise(answers, "back end 'nccl' cannot serve the group (rank 0: torch's profiler sees no")

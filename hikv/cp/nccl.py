@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class NcclBackend(StreamOrder):
         self.engine = "copy engine"
         self._allow_sm = allow_sm
         self._collective: Collective = NcclCollective()
-        self._kernels: set[str] = set()
+        self._kernels: list[str] = []
 
     def obstacle(self, pool: KVBuffer) -> str | None:
         """What NCCL and torch lack here, and what the copy engine does."""
@@ -160,10 +160,7 @@ class NcclBackend(StreamOrder):
         """A profiler that is blind, or taken, must show before others wait for this rank."""
         memory = self._slots[0].memory
         if not self._collective.watch(lambda: memory[:1].copy_(memory[1:2]), self._device):
-            raise GatherError(
-                "torch's profiler sees no copy, so it would see no kernel of NCCL's either",
-                remedy="let CUPTI trace this process",
-            )
+            raise _blind()
 
     def _rehearse(self) -> None:
         """Gather the shortest and the longest block into each slot, watched, and compare.
@@ -173,17 +170,21 @@ class NcclBackend(StreamOrder):
         if self._staging is None:
             return
         self._staging.memory.fill_(self._rank)
-        wrong = []
-        for slot, pages in product(range(len(self._slots)), {1, len(self._staging.k)}):
+        sizes = sorted({1, len(self._staging.k)})
+        watched, wrong = [], []
+        for slot, pages in product(range(len(self._slots)), sizes):
             self._slots[slot].memory.fill_(POISON)
             trial = partial(self._trial, slot, pages)
-            self._kernels |= set(kernels(self._collective.watch(trial, self._device)))
+            watched.append(self._collective.watch(trial, self._device))
             wrong += [pages for whole, _ in self._pairs(slot) if not self._right(whole, pages)]
+        if not all(watched):
+            raise _blind()
         if wrong:
             raise GatherError(
                 f"the rehearsal of blocks of {wrong[0]} pages brought other bytes than were sent",
                 remedy="use another back end, and report the versions of NCCL and the driver",
             )
+        self._kernels = kernels(chain.from_iterable(watched))
 
     def _trial(self, slot: int, pages: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -200,11 +201,18 @@ class NcclBackend(StreamOrder):
         anywhere = any(group.exchange(bool(self._kernels)))
         if self._kernels and not self._allow_sm:
             raise GatherError(
-                f"NCCL, asked to use no SM, launched {', '.join(sorted(self._kernels))}",
+                f"NCCL, asked to use no SM, launched {', '.join(self._kernels)}",
                 remedy="gather by p2p, or allow it with allow_sm=True",
             )
         if anywhere:
             self.engine = "sm"
+
+
+def _blind() -> GatherError:
+    return GatherError(
+        "torch's profiler sees no copy, so it would see no kernel of NCCL's either",
+        remedy="let CUPTI trace this process",
+    )
 
 
 def _page_bytes(pages: torch.Tensor) -> torch.Tensor:
