@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from cache_cases import compute, fill, holds, prefix, spec, wrong_pages
+from cache_cases import compute, fill, holds, prefix, settle, spec, wrong_pages
 
 from hikv.cache.components import Recurrent, SlidingWindow
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.hiradix import ANYONE, HiRadixCache
+from hikv.cache.holding import ABSENT
 from hikv.cache.node import DEVICE, Namespace
 from hikv.cache.pools import DevicePool, HostPool
 from hikv.cache.requests import Request
-from hikv.cache.trails import ABSENT
 from hikv.spec import KVSpec
 
 
@@ -196,3 +196,17 @@ def entries(cache: HiRadixCache, name: str, tokens: Sequence[int], tier: int) ->
     if not match.nodes:
         return []
     return np.flatnonzero(cache.hybrid.trails[name].held(match.nodes[-1], tier)).tolist()
+
+
+def proved(cache: HiRadixCache) -> None:
+    """The books of every pool, and every byte that the tree holds."""
+    cache.check()
+    check_bytes(cache)
+
+
+def on_host(cache: HiRadixCache, tokens: Sequence[int]) -> None:
+    """Serve `tokens`, back them up, and evict them from the GPU."""
+    serve(cache, tokens)
+    settle(cache)
+    cache.evict(cache.device.num_pages)
+    assert cache.match_prefix(tokens).device_len == 0

@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
+from hikv.cache.cargo import Cargo
 from hikv.cache.convoy import submit_all
 from hikv.cache.lanes import Copy, CopyFailed, CopyRequest, Fence, Lane, StreamLane, ThreadLane
 from hikv.cache.node import DEVICE, HOST, TIERS, Landed, Node, Operation
 from hikv.cache.pools import DevicePool, HostPool, PagePool
-from hikv.cache.trails import Cargo
 from hikv.cache.tree import RadixTree
 from hikv.errors import ArgumentError, HikvError
 

@@ -93,7 +93,7 @@ class HiRadixCache:
         _refuse_storage(config)
         for buffer in device.buffers.values():
             config.check(buffer.spec)
-        check_components(device, components)
+        check_components(device, host, components)
         self.device, self.host, self.page_size = device, host, device.page_size
         self.hybrid = Hybrid(device.page_size, components)
         self.metrics, self.events = metrics or Metrics(), EventStream(on_event)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from hikv.cache.components import Component, Recurrent, SlidingWindow, Usable, usable_pages
 from hikv.cache.controller import check_pair
+from hikv.cache.holding import Positions
 from hikv.cache.node import DEVICE, HOST, Lock, Match, Node
-from hikv.cache.pools import DevicePool
-from hikv.cache.trails import Boundary, Positions, Trail, TrailLock
+from hikv.cache.pools import DevicePool, HostPool, PagePool
+from hikv.cache.trails import Boundary, Trail, TrailLock
 from hikv.cache.tree import RadixTree
 from hikv.errors import ArgumentError
 
@@ -108,15 +109,23 @@ class Hybrid:
         return pages.size
 
 
-def check_components(device: DevicePool, components: Sequence[Component]) -> None:
-    """Refuse, by name, components that cannot be kept beside the pool `device`."""
-    names, pools = list(device.buffers), [device]
+def check_components(device: DevicePool, host: HostPool, components: Sequence[Component]) -> None:
+    """Refuse, by name, components that cannot be kept beside the full KV's pools."""
+    names: list[str] = list(device.buffers)
+    pools: list[PagePool] = [device, host]
     for each in components:
+        if not isinstance(each, SlidingWindow | Recurrent):
+            raise ArgumentError(
+                "components",
+                expected="a SlidingWindow or a Recurrent each",
+                got=repr(each),
+                remedy="a sidecar is one more buffer of the pool whose page ids it rides on",
+            )
         window = each.window if isinstance(each, SlidingWindow) else None
         size = 1 if window is None else device.page_size
         for what, holds, got in (
             ("a name that no other pool or component has", each.name not in names, each.name),
-            ("a pool of its own", each.device not in pools, each.device),
+            ("pools of its own", each.device not in pools and each.host not in pools, each),
             ("a window of at least 1 token", window is None or window >= 1, window),
             (f"pages of size {size}", each.device.page_size == size, each.device.page_size),
             (
@@ -135,4 +144,4 @@ def check_components(device: DevicePool, components: Sequence[Component]) -> Non
                 )
         check_pair(each.device, each.host)
         names.append(each.name)
-        pools.append(each.device)
+        pools += [each.device, each.host]

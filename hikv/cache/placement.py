@@ -21,12 +21,13 @@ from itertools import dropwhile, takewhile
 from math import inf
 
 from hikv.cache.allocator import PageIds
+from hikv.cache.cargo import Cargo
 from hikv.cache.controller import Acknowledged, Controller, Ticket
 from hikv.cache.events import EventStream
 from hikv.cache.hybrid import Hybrid
 from hikv.cache.metrics import Metrics
 from hikv.cache.node import DEVICE, HOST, NO_IDS, TIERS, Node
-from hikv.cache.trails import Cargo, Trail
+from hikv.cache.trails import Trail
 
 
 class Placement:

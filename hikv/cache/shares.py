@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hikv.cache.allocator import PageIds
+from hikv.cache.cargo import Cargo
 from hikv.cache.components import Recurrent
+from hikv.cache.holding import ABSENT
 from hikv.cache.node import DEVICE, HOST, NO_IDS, Node, join
 from hikv.cache.placement import Placement
 from hikv.cache.requests import Request
-from hikv.cache.trails import ABSENT, Boundary, Cargo, Trail, TrailLock
+from hikv.cache.trails import Boundary, Trail, TrailLock
 from hikv.errors import ArgumentError, CapacityError
 
 
@@ -44,9 +46,11 @@ class WindowShare:
         """Let the tree hold its pages up to a boundary; its duplicates, which it names no longer,
         for the caller to free."""
         before, node, stop = self.pages[: at.num_pages].copy(), at.node, at.num_pages
-        while node.parent is not None and np.any(before[:stop] != ABSENT):
+        named = np.flatnonzero(before != ABSENT)
+        while named.size and stop > named[0]:
             first = stop - node.num_pages
             self.pages[first:stop] = self.trail.put(node, DEVICE, 0, before[first:stop])
+            assert node.parent is not None
             stop, node = first, node.parent
         duplicates = before[(before != ABSENT) & (before != self.pages[: at.num_pages])]
         self.pages[: max(0, at.num_pages - self.trail.need)] = ABSENT

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import chain
 
 import numpy as np
 
+from hikv.cache.cargo import Cargo
+from hikv.cache.holding import ABSENT, Tally
 from hikv.cache.hybrid import Hybrid
 from hikv.cache.node import DEVICE, HOST, TIERS, Node, join
 from hikv.cache.requests import Request
-from hikv.cache.trails import ABSENT, Cargo, Trail
+from hikv.cache.trails import Trail
 from hikv.cache.tree import RadixTree
 from hikv.errors import HikvError
 
@@ -24,12 +27,12 @@ def check_trails(
     owned.update(hybrid.pinned())
     for name, trail in hybrid.trails.items():
         cargo = [each for each in flying if each.trail is trail]
-        for problem in (
-            *_entries(trail, nodes),
-            *_flights(trail, nodes, cargo),
-            *_locks(trail, nodes, cargo),
-            *_counts(trail, nodes),
-            *_tables(trail, nodes, requests, cargo),
+        for problem in chain(
+            _entries(trail, nodes),
+            _flights(trail, nodes, cargo),
+            _locks(trail, nodes, cargo),
+            _counts(trail, nodes),
+            _tables(trail, nodes, requests, cargo),
         ):
             raise HikvError(f"{name}: {problem}")
         if strange := trail.locks ^ {lock for lock in owned if lock.trail is trail}:
@@ -58,8 +61,8 @@ def _entries(trail: Trail, nodes: list[Node]) -> Iterator[str]:
         if holding.node is not node or any(ids.size != node.num_pages for ids in holding.ids):
             yield f"entries: what is kept of {node} describes another run"
         for tier, name in enumerate(TIERS):
-            if node.pages[tier] is None and holding.held[tier]:
-                yield f"entry without KV: {node} has {holding.held[tier]} {name} entries"
+            if node.pages[tier] is None and holding.there(tier).any():
+                yield f"entry without KV: {node} has {name} entries"
 
 
 def _flights(trail: Trail, nodes: list[Node], flying: list[Cargo]) -> Iterator[str]:
@@ -104,17 +107,16 @@ def _counts(trail: Trail, nodes: list[Node]) -> Iterator[str]:
     """Every count that is kept, against a recount."""
     holdings = [holding for holding in map(trail.of, nodes) if holding is not None]
     for tier, name in enumerate(TIERS):
-        loose = {
-            holding: int(((holding.ids[tier] != ABSENT) & (holding.locks[tier] == 0)).sum())
-            for holding in holdings
-        }
-        for holding, count in loose.items():
-            held = int((holding.ids[tier] != ABSENT).sum())
-            if (holding.held[tier], holding.loose[tier]) != (held, count):
-                yield f"counts: {holding.node} has {held} {name} entries, {count} of them unlocked"
-        if sum(loose.values()) != trail.evictable[tier]:
+        loose = 0
+        for holding in holdings:
+            kept = Tally(holding.held[tier], holding.loose[tier], holding.guards[tier])
+            found = holding.tally(tier, slice(None))
+            loose += found.loose
+            if kept != found:
+                yield f"counts: {holding.node} counts {kept} {name} entries, {found} found"
+        if loose != trail.evictable[tier]:
             yield f"evictable: {trail.evictable[tier]} {name} entries counted, {loose} found"
-        for problem in trail.queues[tier].problems({each for each, n in loose.items() if n}):
+        for problem in trail.queues[tier].problems({h for h in holdings if h.loose[tier]}):
             yield f"queue: the {name} queue {problem}"
 
 

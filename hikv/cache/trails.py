@@ -9,7 +9,7 @@ has full KV under it, and what a request or a copy in flight uses is locked, pag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,36 +18,8 @@ import numpy.typing as npt
 from hikv.cache.allocator import PageIds
 from hikv.cache.components import Component
 from hikv.cache.eviction import OrderedQueue
-from hikv.cache.node import DEVICE, HOST, NO_IDS, TIERS, Lock, Node, join
-
-ABSENT = -1
-
-Positions = npt.NDArray[np.int64]
-
-
-class Holding:
-    """The entries of one node: per tier `ids`, `locks` and, on their way, `arriving` `[num_pages]`.
-
-    `held` and `loose` count the entries that are there, and those of them that no lock covers.
-    """
-
-    __slots__ = ("arriving", "held", "ids", "last_use", "locks", "loose", "node")
-
-    def __init__(self, node: Node, last_use: int) -> None:
-        self.node, self.last_use = node, last_use
-        self.ids = [np.full(node.num_pages, ABSENT) for _ in TIERS]
-        self.locks = [np.zeros(node.num_pages, np.int32) for _ in TIERS]
-        self.arriving: list[tuple[Cargo, PageIds] | None] = [None, None]
-        self.held, self.loose = [0, 0], [0, 0]
-
-    @property
-    def serial(self) -> int:
-        """Its node's."""
-        return self.node.serial
-
-    def there(self, *tiers: int) -> npt.NDArray[np.bool_]:
-        """Which entries some of `tiers` has, bool `[num_pages]`."""
-        return np.logical_or.reduce([self.ids[tier] != ABSENT for tier in tiers])
+from hikv.cache.holding import ABSENT, ALL, Holding, Positions, Where
+from hikv.cache.node import DEVICE, HOST, NO_IDS, Node, join
 
 
 class Boundary(NamedTuple):
@@ -66,75 +38,6 @@ class TrailLock:
     trail: Trail
     at: Boundary
     tier: int
-
-
-@dataclass(eq=False)
-class Cargo:
-    """Entries of one component on their way into `tier`, on board of a copy.
-
-    Attributes:
-        holdings: whose entries arrive; a split adds the upper half.
-        sources, pages: page ids to copy from the other tier, pair by pair.
-        private: `(source tier, source page, page)`: a page of `tier` that comes to belong to a
-            request instead of a node.
-        guard: keeps the source of a private copy within one tier.
-        surplus: once finished, the pages that found no place.
-    """
-
-    trail: Trail
-    tier: int
-    holdings: list[Holding] = field(default_factory=list)
-    sources: list[PageIds | None] = field(default_factory=list)
-    pages: list[PageIds | None] = field(default_factory=list)
-    private: tuple[int, int, int] | None = None
-    guard: Lock | None = None
-    surplus: PageIds = field(default_factory=lambda: NO_IDS)
-
-    def add(self, node: Node, at: Positions, pages: PageIds) -> None:
-        """Let `pages` be on their way to the entries `at` of `node`; the other tier holds them, and
-        keeps them until `finish`."""
-        holding = self.trail.of(node)
-        assert holding is not None
-        ids, source = np.full(node.num_pages, ABSENT), 1 - self.tier
-        ids[at] = pages
-        holding.arriving[self.tier] = (self, ids)
-        holding.locks[source][at] += 1
-        self.holdings.append(holding)
-        self.sources.append(holding.ids[source][at])
-        self.pages.append(pages)
-        self.trail.settle(holding)
-
-    def moves(self) -> Iterator[tuple[int, PageIds, PageIds]]:
-        """`(source tier, source pages, pages)` of each copy that it takes."""
-        if self.pages:
-            yield 1 - self.tier, join(self.sources), join(self.pages)
-        if self.private is not None:
-            tier, source, page = self.private
-            yield tier, np.array([source]), np.array([page])
-
-    @property
-    def nbytes(self) -> int:
-        """Payload between the tiers."""
-        moved = sum(pages.size for tier, _, pages in self.moves() if tier != self.tier)
-        return moved * self.trail.pools[self.tier].bytes_per_page
-
-    def finish(self, whole: bool) -> None:
-        """Make the entries visible if the copy was `whole`, where their nodes have full KV and
-        nobody else has filled them; the rest is `surplus`."""
-        surplus: list[PageIds | None] = []
-        for holding in self.holdings:
-            awaited, node = holding.arriving[self.tier], holding.node
-            assert awaited is not None
-            _, ids = awaited
-            at = np.flatnonzero(ids != ABSENT)
-            holding.locks[1 - self.tier][at] -= 1
-            free = whole and node.pages[self.tier] is not None
-            lands = at[(holding.ids[self.tier][at] == ABSENT) & free]
-            holding.ids[self.tier][lands] = ids[lands]
-            surplus.append(ids[np.setdiff1d(at, lands)])
-            holding.arriving[self.tier] = None
-            self.trail.settle(holding)
-        self.surplus = join(surplus)
 
 
 class Trail:
@@ -247,22 +150,19 @@ class Trail:
         now."""
         if np.all(ids == ABSENT):
             return ids
-        holding = self._ensure(node)
-        now = holding.ids[tier][first : first + ids.size]
-        np.copyto(now, ids, where=now == ABSENT)
-        result = now.copy()
-        self.settle(holding)
-        return result
+        holding, where = self._ensure(node), slice(first, first + ids.size)
+        now = holding.ids[tier][where]
+        now = np.where(now == ABSENT, ids, now)
+        self.change(holding, tier, where, now)
+        return now
 
-    def take(self, node: Node, tier: int, at: Positions | None = None) -> PageIds:
-        """Remove entries of `node` from `tier`, `None` is all; their pages are the caller's."""
+    def take(self, node: Node, tier: int, where: Where = ALL) -> PageIds:
+        """Remove entries of `node` from `tier`; their pages are the caller's."""
         holding = self.of(node)
         if holding is None:
             return NO_IDS
-        at = np.arange(node.num_pages) if at is None else at
-        ids = holding.ids[tier][at]
-        holding.ids[tier][at] = ABSENT
-        self.settle(holding)
+        ids = holding.ids[tier][where].copy()
+        self.change(holding, tier, where, np.full(ids.size, ABSENT))
         return ids[ids != ABSENT]
 
     def victim(self, tier: int) -> Node | None:
@@ -307,25 +207,46 @@ class Trail:
                 mine[tier], theirs[tier] = theirs[tier][:cut].copy(), theirs[tier][cut:].copy()
             if (awaited := whole.arriving[tier]) is not None:
                 cargo, ids = awaited
-                above.arriving[tier] = cargo, ids[:cut].copy()
-                whole.arriving[tier] = cargo, ids[cut:].copy()
-                cargo.holdings.append(above)
-        self.settle(above)
-        self.settle(whole)
+                cargo.holdings.remove(whole)
+                whole.arriving[tier] = None
+                for half, share in ((above, ids[:cut]), (whole, ids[cut:])):
+                    if np.any(share != ABSENT):
+                        half.arriving[tier] = cargo, share.copy()
+                        cargo.holdings.append(half)
+        for half in (above, whole):
+            for tier in (DEVICE, HOST):
+                half.held[tier], half.loose[tier], half.guards[tier] = half.tally(tier, ALL)
+            self.settle(half)
+
+    def change(
+        self,
+        holding: Holding,
+        tier: int,
+        where: Where,
+        ids: PageIds | None = None,
+        step: int = 0,
+    ) -> None:
+        """Make `ids` the entries `where`, or add `step` to their locks: whatever changes an entry
+        goes through here, so every count stays right."""
+        was = holding.tally(tier, where)
+        if ids is not None:
+            holding.ids[tier][where] = ids
+        holding.locks[tier][where] += step
+        now = holding.tally(tier, where)
+        holding.held[tier] += now.held - was.held
+        holding.loose[tier] += now.loose - was.loose
+        holding.guards[tier] += now.guards - was.guards
+        self.evictable[tier] += now.loose - was.loose
+        self.settle(holding)
 
     def settle(self, holding: Holding) -> None:
-        """Bring counts and queues up to what `holding` is now; forget it when it is empty."""
+        """Queue `holding` where it may leave, under its present key; forget it when it is empty."""
         for tier in (DEVICE, HOST):
-            there = holding.ids[tier] != ABSENT
-            loose = int(np.count_nonzero(there & (holding.locks[tier] == 0)))
-            self.evictable[tier] += loose - holding.loose[tier]
-            holding.held[tier], holding.loose[tier] = int(np.count_nonzero(there)), loose
-            if loose:
+            if holding.loose[tier]:
                 self.queues[tier].put(holding)
             else:
                 self.queues[tier].discard(holding)
-        locked = any(locks.any() for locks in holding.locks)
-        if not (locked or any(holding.held) or any(holding.arriving)):
+        if not any((*holding.held, *holding.guards, *holding.arriving)):
             holding.node.payload.pop(self.name, None)
 
     def _ensure(self, node: Node) -> Holding:
@@ -338,7 +259,6 @@ class Trail:
     def _guard(self, lock: TrailLock, step: int) -> None:
         for node, first, stop in self.needed(lock.at):
             holding = self._ensure(node)
-            holding.locks[lock.tier][first:stop] += step
             if step > 0:
                 holding.last_use = self._tick
-            self.settle(holding)
+            self.change(holding, lock.tier, slice(first, stop), step=step)

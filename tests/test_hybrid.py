@@ -1,0 +1,476 @@
+"""Full KV, a window, a state and sidecars in one tree: worked examples, every reused byte compared.
+
+Pages are one token and the window is 3 of them where nothing else is said. `entries` are the pages
+of a prompt of which a component has something in a tier.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cache_cases import serve as serve_plain
+from cache_cases import settle, small_cache, spec, wrong_pages
+from hybrid_cases import (
+    admit,
+    entries,
+    forward,
+    hybrid_cache,
+    on_host,
+    proved,
+    publish,
+    read_hit,
+    serve,
+    state_is,
+)
+
+from hikv.cache.hiradix import ANYONE
+from hikv.cache.holding import ABSENT
+from hikv.cache.node import DEVICE, HOST, Namespace
+from hikv.cache.requests import Lengths, LoadBack
+from hikv.errors import CapacityError
+
+TEN = list(range(10))
+
+
+def lose(cache, tokens, name: str, tier: str | None = None) -> None:
+    """Evict all of a component, from both tiers or one."""
+    for each in ("device", "host") if tier is None else (tier,):
+        cache.evict(64, each, name)
+
+
+def test_three_cached_pages_come_back_in_new_slots_for_target_and_draft() -> None:
+    """The draft's KV rides on the target's page ids: one list of slots moves both."""
+    cache = small_cache(4, 8, 8, specs={"kv": spec(4), "draft": spec(4, 1)})
+    tokens = list(range(12))
+    serve_plain(cache, tokens)
+    before = cache.tree.match(ANYONE, tokens).pages(DEVICE).tolist()
+    settle(cache)
+    cache.evict(3)
+    cache.acquire("other", [7])
+    cache.allocate("other", 12)
+    request = cache.acquire("again", tokens)
+    assert cache.load_back("again") == LoadBack("loading", 12)
+    request.wait()
+    assert not set(before) & set(request.pages.tolist())
+    assert wrong_pages(cache.device, request.pages, ANYONE, tokens) == []
+    assert set(cache.device.buffers) == {"kv", "draft"}
+    cache.check()
+
+
+def test_a_hit_survives_the_host_with_its_window_and_state_alone() -> None:
+    """10 pages of KV and indexer, 3 of the window, 1 state: what covers the tail suffices."""
+    cache = hybrid_cache()
+    on_host(cache, TEN)
+    assert entries(cache, "swa", TEN, HOST) == [7, 8, 9]
+    assert entries(cache, "state", TEN, HOST) == [9]
+    assert cache.metrics.copied_bytes["backup"].value == (
+        10 * cache.device.bytes_per_page
+        + sum(
+            count * trail.pools[DEVICE].bytes_per_page
+            for trail, count in zip(cache.hybrid.trails.values(), (3, 1), strict=True)
+        )
+    )
+    request = admit(cache, [*TEN, 10, 11])
+    assert request.lengths == Lengths(0, 10, 10, None, 2)
+    assert request.windows["swa"].tolist()[:7] == [ABSENT] * 7
+    forward(cache, request, request.tokens, 10, None)
+    publish(cache, request, request.tokens)
+    cache.release("serve")
+    assert cache.match_prefix([*TEN, 10, 11]).device_len == 12
+    proved(cache)
+
+
+@pytest.mark.parametrize("tiers", [None, "device"])
+@pytest.mark.parametrize(
+    ("name", "usable"),
+    [("swa", (0, 10, 0)), ("state", (0, 10, 0))],
+)
+def test_full_kv_without_the_rest_is_no_hit(name, usable, tiers) -> None:
+    """KV is on the GPU wholly. In both tiers gone: nothing is usable. On the host: it loads."""
+    cache = hybrid_cache(load_back_threshold=100)
+    serve(cache, TEN)
+    settle(cache)
+    lose(cache, TEN, name, tiers)
+    assert cache.tree.match(ANYONE, TEN).device_len == 10
+    request = cache.acquire("r", TEN)
+    explanation = cache.explain("r")
+    if tiers is None:
+        assert request.lengths == Lengths(0, 0, 0, None, 10)
+        assert (explanation.unusable_len, explanation.reasons) == (10, ("component_missing",))
+        assert name in explanation.missing
+        assert f"is missing ({', '.join(explanation.missing)})" in str(explanation)
+    else:
+        assert request.lengths == Lengths(0, 10, 0, None, 10)
+        assert explanation.missing == ()
+        assert cache.load_back("r") == LoadBack("loading", 10), "whatever the threshold"
+        pages = cache.tree.match(ANYONE, TEN).pages(DEVICE)
+        assert np.array_equal(request.pages, pages), "the KV stays where it is"
+        cache.allocate("r", 10)
+        request.wait()
+        read_hit(cache, request, 10)
+        settle(cache)
+        assert cache.match_prefix(TEN).device_len == 10
+    cache.release("r")
+    proved(cache)
+
+
+def test_the_usable_prefix_is_where_all_components_agree() -> None:
+    """States at 4 and 10; a window at 10 with a hole: 4 is the longest that all serve."""
+    cache = hybrid_cache()
+    serve(cache, TEN[:4])
+    serve(cache, TEN)
+    settle(cache)
+    assert cache.match_prefix(TEN[:9]).device_len == 4, "no state between 4 and 10"
+    assert cache.match_prefix(TEN).device_len == 10
+    assert cache.match_prefix(TEN, limit=9).device_len == 4
+    holder = cache.acquire("holder", TEN[:4])
+    lose(cache, TEN, "swa")
+    assert entries(cache, "swa", TEN, DEVICE) == [1, 2, 3], "in use: the window before 4"
+    assert cache.match_prefix(TEN).device_len == 4
+    request = cache.acquire("r", TEN)
+    assert (request.lengths.device_len, request.unusable_len) == (4, 6)
+    assert set(request.missing) == {"swa", "state"}
+    assert holder.lengths.device_len == 4
+    proved(cache)
+
+
+def test_a_window_alone_is_usable_inside_a_node() -> None:
+    cache = hybrid_cache(states=None)
+    serve(cache, TEN)
+    assert [cache.match_prefix(TEN[:n]).device_len for n in (1, 5, 9)] == [1, 5, 9]
+    settle(cache)
+    cache.evict(16)
+    assert cache.match_prefix(TEN[:9]).host_len == 0, "the host keeps what the end needs"
+    assert cache.match_prefix(TEN).host_len == 10
+    request = admit(cache, [*TEN, 77])
+    assert request.lengths.loaded_len == 10
+    proved(cache)
+
+
+def test_a_tombstone_revives_from_the_request_that_computes_it_again() -> None:
+    cache = hybrid_cache(kv=(20, 20))
+    serve(cache, TEN)
+    settle(cache)
+    lose(cache, TEN, "swa")
+    assert entries(cache, "state", TEN, DEVICE) == [], "a state without its window is of no use"
+    assert cache.match_prefix(TEN) == Lengths(0, 0, 0, None, 10)
+    request = admit(cache, TEN)
+    forward(cache, request, TEN, 0, None)
+    done = publish(cache, request, TEN)
+    assert (done.duplicates, done.doubled) == (10, {"swa": 0, "state": 0})
+    cache.release("serve")
+    assert cache.match_prefix(TEN).device_len == 10
+    settle(cache)
+    assert entries(cache, "swa", TEN, HOST) == [7, 8, 9]
+    proved(cache)
+
+
+def test_an_internal_node_loses_its_window_and_state_and_keeps_its_kv() -> None:
+    cache = hybrid_cache()
+    serve(cache, TEN[:5])
+    serve(cache, TEN)
+    settle(cache)
+    cache.acquire("holder", TEN)
+    lose(cache, TEN, "swa", "device")
+    assert entries(cache, "swa", TEN, DEVICE) == [7, 8, 9]
+    assert entries(cache, "state", TEN, DEVICE) == [9]
+    assert cache.tree.match(ANYONE, TEN).device_len == 10
+    cache.release("holder")
+    request = cache.acquire("r", TEN[:5])
+    assert request.lengths == Lengths(0, 5, 0, None, 5), "demoted, as it was backed up"
+    assert cache.load_back("r").loaded_len == 5
+    cache.allocate("r", 5)
+    request.wait()
+    read_hit(cache, request, 5)
+    proved(cache)
+
+
+def test_what_no_boundary_at_the_end_needs_leaves_first() -> None:
+    cache = hybrid_cache()
+    serve(cache, TEN)
+    settle(cache)
+    assert cache.evict(2, "device", "swa") == 2
+    assert entries(cache, "swa", TEN, DEVICE) == list(range(2, 10))
+    assert cache.evict(5, "device", "swa") == 5
+    assert cache.match_prefix(TEN).device_len == 10
+    assert entries(cache, "state", TEN, DEVICE) == [9]
+    assert cache.evict(1, "device", "swa") == 3, "a broken window goes as a whole"
+    assert entries(cache, "state", TEN, DEVICE) == []
+    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
+    proved(cache)
+
+
+def test_a_leaf_that_leaves_takes_everything_along() -> None:
+    cache = hybrid_cache()
+    serve(cache, TEN)
+    settle(cache)
+    cache.evict(16)
+    stats = cache.stats()
+    assert (stats["device_free"], stats["swa_device_free"], stats["state_device_free"]) == (
+        16,
+        16,
+        8,
+    )
+    cache.evict(32, "host")
+    stats = cache.stats()
+    assert (stats["host_free"], stats["swa_host_free"], stats["state_host_free"]) == (32, 32, 16)
+    assert list(cache.tree.nodes()) == []
+    proved(cache)
+
+
+def test_the_least_recently_used_window_leaves_first() -> None:
+    cache = hybrid_cache(states=None)
+    for start in (0, 100, 200):
+        serve(cache, list(range(start, start + 3)))
+    settle(cache)
+    serve(cache, [0, 1, 2])
+    cache.evict(1, "device", "swa")
+    assert entries(cache, "swa", [100, 101, 102], DEVICE) == []
+    assert entries(cache, "swa", [0, 1, 2], DEVICE) == [0, 1, 2]
+    proved(cache)
+
+
+def test_a_request_keeps_its_window_and_state_and_no_more() -> None:
+    cache = hybrid_cache()
+    serve(cache, TEN)
+    settle(cache)
+    request = cache.acquire("r", TEN)
+    assert cache.evict(64, "device", "swa") == 7
+    assert cache.evict(64, "device", "state") == 0
+    assert entries(cache, "swa", TEN, DEVICE) == [7, 8, 9]
+    cache.allocate("r", 10)
+    request.wait()
+    read_hit(cache, request, 10)
+    cache.release("r")
+    assert cache.evict(64, "device", "state") == 1
+    proved(cache)
+
+
+def test_a_request_never_writes_the_cached_state() -> None:
+    """Two go on from one prefix, each in a state of its own; the cached bytes stay."""
+    cache = hybrid_cache()
+    serve(cache, TEN[:6])
+    node = cache.tree.match(ANYONE, TEN[:6]).nodes[-1]
+    tier, cached = cache.hybrid.trails["state"].find(node, 5)
+    requests = []
+    for rid, more in (("a", [60, 61]), ("b", [70])):
+        request = admit(cache, [*TEN[:6], *more], rid=rid)
+        requests.append(request)
+        assert request.states["state"] != cached
+    assert requests[0].states != requests[1].states
+    for request in requests:
+        forward(cache, request, request.tokens, 6, None)
+    assert tier == DEVICE
+    assert state_is(cache, DEVICE, cached, ANYONE, TEN, 6)
+    for request in requests:
+        publish(cache, request, request.tokens)
+        cache.release(request.rid)
+    assert state_is(cache, DEVICE, cached, ANYONE, TEN, 6)
+    proved(cache)
+
+
+def test_a_state_that_was_handed_over_is_written_no_more() -> None:
+    """The request goes on in a copy, which `allocate` makes; and only then."""
+    cache = hybrid_cache()
+    request = admit(cache, TEN[:4])
+    forward(cache, request, TEN[:4], 0, None)
+    slot = request.states["state"]
+    publish(cache, request, TEN[:4])
+    assert request.states == {}
+    cache.allocate("serve", 6)
+    request.wait()
+    assert request.states["state"] != slot
+    assert state_is(cache, DEVICE, request.states["state"], ANYONE, TEN, 4)
+    request.tokens = np.array(TEN[:6], np.int32)
+    forward(cache, request, TEN[:6], 4, None)
+    assert state_is(cache, DEVICE, slot, ANYONE, TEN, 4)
+    assert publish(cache, request, TEN[:6]).inserted_len == 6
+    cache.release("serve")
+    assert [cache.match_prefix(TEN[:n]).device_len for n in (4, 5, 6)] == [4, 4, 6]
+    proved(cache)
+
+
+def test_a_state_on_the_way_is_handed_over_while_its_own_goes_on() -> None:
+    """Page 4, 10 tokens: the state at 8 enters, that at 10 stays the request's."""
+    cache = hybrid_cache(4)
+    request = admit(cache, TEN)
+    spare = cache.spare_state("serve", "state")
+    forward(cache, request, TEN, 0, spare)
+    done = cache.insert("serve", TEN, states={"state": spare})
+    assert done.inserted_len == 8
+    assert state_is(cache, DEVICE, request.states["state"], ANYONE, TEN, 10)
+    cache.release("serve")
+    assert cache.match_prefix(TEN).device_len == 8
+    assert cache.stats()["state_device_free"] == 7
+    proved(cache)
+
+
+def test_without_a_state_a_prefix_cannot_be_resumed() -> None:
+    cache = hybrid_cache(kv=(20, 20), swa=(20, 20))
+    serve(cache, TEN, state=False)
+    assert cache.match_prefix(TEN).device_len == 0
+    request = admit(cache, TEN)
+    assert request.missing == ("state",)
+    forward(cache, request, TEN, 0, None)
+    done = publish(cache, request, TEN)
+    assert (done.duplicates, done.doubled) == (10, {"swa": 10, "state": 0})
+    assert request.windows["swa"].tolist()[:7] == [ABSENT] * 7
+    cache.release("serve")
+    assert cache.match_prefix(TEN).device_len == 10
+    proved(cache)
+
+
+def test_duplicates_come_back_pool_by_pool() -> None:
+    """Both compute the same; the second goes on with the first one's window."""
+    cache = hybrid_cache(kv=(8, 8))
+    requests = [admit(cache, TEN[:4], rid=rid) for rid in "ab"]
+    for request in requests:
+        forward(cache, request, TEN[:4], 0, None)
+    assert publish(cache, requests[0], TEN[:4]).doubled == {"swa": 0, "state": 0}
+    done = publish(cache, requests[1], TEN[:4])
+    assert (done.duplicates, done.doubled) == (4, {"swa": 4, "state": 1})
+    tables = [request.windows["swa"].tolist() for request in requests]
+    assert tables[0] == tables[1]
+    assert tables[0][0] == ABSENT
+    proved(cache)
+    for rid in "ab":
+        cache.release(rid)
+    stats = cache.stats()
+    assert (stats["device_free"], stats["swa_device_free"], stats["state_device_free"]) == (
+        4,
+        12,
+        7,
+    )
+    proved(cache)
+
+
+def test_a_quota_ends_at_a_boundary_that_has_a_state() -> None:
+    """States at 4 and 10, all on the host: 6 tokens of quota reach the first."""
+    cache = hybrid_cache()
+    serve(cache, TEN[:4])
+    on_host(cache, TEN)
+    request = cache.acquire("r", TEN)
+    assert request.lengths.host_len == 10
+    assert cache.load_back("r", quota=3) == LoadBack("recompute", 0, ("gpu_quota",))
+    assert cache.load_back("r", quota=6) == LoadBack("loading", 4, ("gpu_quota",))
+    cache.allocate("r", 10)
+    request.wait()
+    read_hit(cache, request, 4)
+    assert cache.explain("r").left_len == 6
+    proved(cache)
+
+
+def test_a_span_too_short_to_load_leaves_what_the_gpu_has() -> None:
+    """KV to 4 is on the GPU, its state on the host; 6 more pages of KV are below the threshold."""
+    cache = hybrid_cache(load_back_threshold=7)
+    serve(cache, TEN[:4])
+    serve(cache, TEN)
+    settle(cache)
+    cache.evict(1)
+    lose(cache, TEN, "state", "device")
+    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
+    request = cache.acquire("r", TEN)
+    assert cache.load_back("r") == LoadBack("loading", 4, ("load_back_threshold",))
+    cache.allocate("r", 10)
+    request.wait()
+    read_hit(cache, request, 4)
+    proved(cache)
+
+
+def test_without_room_for_a_window_nothing_is_loaded() -> None:
+    cache = hybrid_cache(swa=(4, 16))
+    on_host(cache, TEN[:4])
+    cache.acquire("other", [50, 51])
+    cache.allocate("other", 2)
+    request = cache.acquire("r", TEN[:4])
+    assert cache.load_back("r") == LoadBack("defer", 0, ("locked",))
+    assert (request.lengths.loaded_len, request.states) == (0, {})
+    cache.cancel("other")
+    assert cache.load_back("r").loaded_len == 4
+    cache.release("r")
+    settle(cache)
+    proved(cache)
+
+
+def test_admission_counts_every_pool() -> None:
+    """12 tokens, 10 of them on the host with 3 window pages and a state; then less and less."""
+    cache = hybrid_cache()
+    on_host(cache, TEN)
+    cache.acquire("r", [*TEN, 10, 11])
+    cost = cache.admission_cost("r")
+    assert (cost.load_len, cost.extend_len) == (10, 2)
+    assert cost.pages == {"kv": 12, "indexer": 12, "swa": 3 + 2, "state": 2}
+    assert cost.available == {"kv": 16, "indexer": 16, "swa": 16, "state": 8}
+    assert cost.fits
+    cache.load_back("r")
+    assert cache.admission_cost("r").pages == {"kv": 2, "indexer": 2, "swa": 2, "state": 0}
+    cache.allocate("r", 12)
+    assert set(cache.admission_cost("r").pages.values()) == {0}
+    cache.release("r")
+    settle(cache)
+    lose(cache, TEN, "state", "device")
+    cache.acquire("again", [*TEN, 10, 11])
+    cost = cache.admission_cost("again")
+    assert cost.pages == {"kv": 2, "indexer": 2, "swa": 2, "state": 2}, "the KV is there already"
+    proved(cache)
+
+
+def test_room_for_computing_that_is_not_there_changes_nothing() -> None:
+    cache = hybrid_cache(swa=(4, 8))
+    request = cache.acquire("r", TEN)
+    with pytest.raises(CapacityError, match="'swa'") as error:
+        cache.allocate("r", 10)
+    assert (error.value.required, error.value.available) == (10, 4)
+    assert (request.pages.size, request.states) == (0, {})
+    assert cache.stats()["device_free"] == 16
+    proved(cache)
+
+
+def test_write_back_saves_a_state_before_it_leaves_the_gpu() -> None:
+    cache = hybrid_cache(write_policy="write_back")
+    serve(cache, TEN)
+    assert cache.stats()["host_free"] == 32
+    cache.evict(1, "device", "state")
+    assert entries(cache, "state", TEN, HOST) == [9]
+    assert cache.tree.match(ANYONE, TEN).pages(HOST).size == 10, "with the KV that it needs there"
+    assert entries(cache, "swa", TEN, HOST) == [7, 8, 9]
+    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
+    cache.evict(16)
+    serve(cache, TEN)
+    proved(cache)
+
+
+def test_a_prompt_enters_chunk_by_chunk_in_a_window_pool_smaller_than_it() -> None:
+    """The window's passed pages are the tree's after each insert, and make the room."""
+    cache = hybrid_cache(swa=(6, 6))
+    request = cache.acquire("r", TEN)
+    for start, end in ((0, 3), (3, 6), (6, 9), (9, 10)):
+        cache.allocate("r", end)
+        request.wait()
+        forward(cache, request, TEN[:end], start, None)
+        assert publish(cache, request, TEN[:end]).inserted_len == end
+        assert cache.match_prefix(TEN[:end]).device_len == end
+        settle(cache)
+        proved(cache)
+    cache.release("r")
+    proved(cache)
+
+
+def test_a_state_stays_with_the_end_of_a_node_that_splits() -> None:
+    cache = hybrid_cache(kv=(20, 20), swa=(20, 20))
+    serve(cache, TEN)
+    serve(cache, [*TEN[:6], 66])
+    assert entries(cache, "state", TEN, DEVICE) == [9]
+    assert cache.match_prefix(TEN[:7]).device_len == 0
+    assert cache.match_prefix(TEN).device_len == 10
+    settle(cache)
+    proved(cache)
+
+
+def test_namespaces_have_states_of_their_own() -> None:
+    cache = hybrid_cache()
+    for space in (ANYONE, Namespace.of(lora="X")):
+        assert cache.match_prefix(TEN[:3], space).device_len == 0
+        serve(cache, TEN[:3], space)
+    serve(cache, TEN[:3], ANYONE)
+    proved(cache)
