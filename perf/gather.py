@@ -19,7 +19,8 @@ from hikv.errors import PathUnavailable
 from hikv.spec import KVSpec
 
 from .case import DTYPES, positive
-from .gather_ranks import HIKV, Work, rank_row
+from .gather_places import Work
+from .gather_ranks import HIKV, rank_row
 from .output import Column, Report, Table, add_output_options, check_output_options
 from .plot import Series, present
 from .ranks import run_ranks

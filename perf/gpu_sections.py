@@ -22,7 +22,7 @@ from .checks import checks
 from .compare import WAYS, compare_case, comparison_tables
 from .cta import CEILING, ceiling_candidate, figures, measured_report
 from .gather import gather_tables, measure_ranks
-from .gather_ranks import Work
+from .gather_places import Work
 from .machine import Machine, Workload, workload
 from .output import Column, Table
 from .plot import Series

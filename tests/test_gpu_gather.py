@@ -18,7 +18,7 @@ from hikv.kernels.copy_engine import unavailable
 from hikv.spec import KVSpec
 from hikv.transfers import transfer
 from perf.gather import measure_ranks
-from perf.gather_ranks import Work
+from perf.gather_places import Work
 
 reason = unavailable()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(reason is not None, reason=str(reason))]

@@ -14,7 +14,8 @@ import torch
 from hikv.errors import GatherError, PathUnavailable
 from hikv.spec import KVSpec
 from perf import gather, gather_ranks
-from perf.gather_ranks import Host, Work, beside, pattern, rank_row, summary
+from perf.gather_places import Host, Work, filled_pool, pattern
+from perf.gather_ranks import beside, rank_row, summary
 from perf.ranks import run_ranks
 
 
@@ -193,7 +194,7 @@ def test_pages_differ_by_owner_number_layer_and_kind():
 
 def test_a_wrong_byte_of_a_batch_is_seen():
     place = Host()
-    pool = gather_ranks.filled_pool(SPEC, 5, 1, place)
+    pool = filled_pool(SPEC, 5, 1, place)
     expected = pattern(1, np.arange(5), 2, 0, 160, place.device)
     assert torch.equal(pool.logical(range(5))[:, 2].reshape(5, -1), expected)
 
