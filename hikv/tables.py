@@ -28,7 +28,12 @@ QUOTAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "ce": {"block_quota": (0,)},
     "ce3d": {"block_quota": (0,)},
-    "sm": {"block_quota": QUOTAS, "num_warps": (8, 16, 32), "loads": (8, 16, 32)},
+    "sm": {
+        "block_quota": QUOTAS,
+        "num_warps": (8, 16, 32),
+        "loads": (8, 16, 32),
+        "streaming": (0, 1),
+    },
     "tma": {"block_quota": QUOTAS, "buffers": (4, 8, 12)},
     "staged": {"block_quota": QUOTAS},
 }

@@ -179,8 +179,7 @@ def relayout_kernel(
                     DST_SIZES, DST_ENTRIES, WORDS,
                 )  # fmt: skip
                 valid = (vector < PAGE) & (pair < num_pages)
-                held = data[i * DEPTH + j]
-                tl.store(words, held, mask=valid[:, None], cache_modifier=HINTS[1])
+                tl.store(words, data[i * DEPTH + j], mask=valid[:, None], cache_modifier=HINTS[1])
         tile += step
 
 
