@@ -6,6 +6,9 @@ of a prompt of which a component has something in a tier.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cache_cases import serve as serve_plain
@@ -474,3 +477,11 @@ def test_namespaces_have_states_of_their_own() -> None:
         serve(cache, TEN[:3], space)
     serve(cache, TEN[:3], ANYONE)
     proved(cache)
+
+
+def test_the_example_in_the_docs_runs_as_it_stands(capsys) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "hybrid.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "docs/hybrid.md", "exec"), {})
+    # 16 pages from the host, with the window's last 8 and one state; the rest is computed.
+    assert capsys.readouterr().out == "0 0 256\n0 256 2\n0 256 1\n"

@@ -237,6 +237,35 @@ def test_a_request_overtaken_while_it_loads_keeps_what_its_table_names() -> None
     proved(cache)
 
 
+def test_a_path_that_splits_while_room_is_made_for_it_loads_whole() -> None:
+    """A backup of [3…6] arrives by half, and splits it, while a request waits for window pages."""
+    lanes = manual_lanes()
+    cache = hybrid_cache(states=None, window=6, swa=(10, 32), lanes=lanes)
+    serve(cache, TEN[:3])
+    settle(cache)
+    holder = cache.acquire("holder", TEN[:7])
+    cache.allocate("holder", 7)
+    forward(cache, holder, TEN[:7], 3, None)
+    publish(cache, holder, TEN[:7])
+    cache.release("holder")
+    cache.evict(3, "device", "swa")
+    assert entries(cache, "swa", TEN[:7], DEVICE) == [3, 4, 5, 6]
+    lanes[HOST].copies[-1].complete(2)
+    serve(cache, [80])
+    cache.acquire("other", [50])
+    cache.allocate("other", 4)
+    request = cache.acquire("r", TEN[:7])
+    assert request.lengths == Lengths(0, 7, 0, None, 7)
+    assert len(cache.tree.match(ANYONE, TEN[:7]).nodes) == 2
+    assert cache.load_back("r") == LoadBack("loading", 7)
+    assert len(cache.tree.match(ANYONE, TEN[:7]).nodes) == 3
+    assert cache.match_prefix([80]).device_len == 0, "its window has made the room"
+    cache.allocate("r", 7)
+    request.wait()
+    read_hit(cache, request, 7)
+    proved(cache)
+
+
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_state_that_cannot_be_copied_leaves_nothing_behind(refused: bool) -> None:
     lanes = manual_lanes()

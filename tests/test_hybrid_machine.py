@@ -31,15 +31,20 @@ from hikv.errors import CapacityError
 
 
 class HybridMachine(Machine):
-    shape: ClassVar[dict] = {"kv": (12, 8), "swa": (8, 5), "states": (4, 3)}
+    shape: ClassVar[dict] = {"window": 3, "kv": (12, 8), "swa": (8, 5), "states": (4, 3)}
 
     def __init__(self) -> None:
         super().__init__()
         self.lanes = manual_lanes()
         self.seen = {name: set() for name in TIERS}
         self.sequence = 0
+        self.now = 0
         self.cache = hybrid_cache(
-            PAGE, window=3, lanes=self.lanes, on_event=self.follow, **self.shape, **self.options
+            PAGE,
+            lanes=self.lanes,
+            on_event=self.follow,
+            clock=lambda: self.now,
+            **{**self.shape, **self.options},
         )
 
     @rule(
@@ -119,7 +124,7 @@ class HybridMachine(Machine):
             return
         before = len(request.tokens)
         tokens = np.append(request.tokens, [1] * more).astype(np.int32)
-        handed = "state" not in request.states
+        handed = self.cache.hybrid.trails.keys() & {"state"} - request.states.keys()
         try:
             self.cache.allocate(request.rid, tokens.size)
             request.wait()
@@ -133,10 +138,9 @@ class HybridMachine(Machine):
         request.tokens = tokens
         forward(self.cache, request, tokens, before // PAGE, None)
 
-    @rule(
-        name=st.sampled_from(["swa", "state"]), tier=st.sampled_from(TIERS), count=st.integers(1, 4)
-    )
-    def evict_component(self, name: str, tier: str, count: int) -> None:
+    @rule(which=INDEX, tier=st.sampled_from(TIERS), count=st.integers(1, 4))
+    def evict_component(self, which: int, tier: str, count: int) -> None:
+        name = self.component(which)
         before = self.cache.stats()[f"{name}_{tier}_free"]
         try:
             freed = self.cache.evict(count, tier, name)
@@ -144,15 +148,28 @@ class HybridMachine(Machine):
             return
         assert self.cache.stats()[f"{name}_{tier}_free"] >= before + freed
 
-    @rule(space=st.sampled_from(SPACES), tokens=PROMPTS, name=st.sampled_from(["swa", "state"]))
-    def reload_component(self, space: Namespace, tokens: list, name: str) -> None:
+    @rule(space=st.sampled_from(SPACES), tokens=PROMPTS, which=INDEX)
+    def reload_component(self, space: Namespace, tokens: list, which: int) -> None:
         """A request whose full KV is on the GPU, and a component on the host alone."""
         self.serve(space, tokens)
         try:
-            self.cache.evict(12, "device", name)
+            self.cache.evict(12, "device", self.component(which))
         except Refused:
             return
         self.admit(space, tokens, 0, None)
+
+    @rule(space=st.sampled_from(SPACES), tokens=PROMPTS)
+    def pin(self, space: Namespace, tokens: list) -> None:
+        """For two steps of the clock."""
+        self.cache.pin(tokens, 2, space)
+
+    @rule()
+    def tick(self) -> None:
+        self.now += 1
+
+    def component(self, which: int) -> str:
+        names = list(self.cache.hybrid.trails)
+        return names[which % len(names)]
 
     @invariant()
     def everything_holds(self) -> None:
@@ -186,7 +203,18 @@ class Selective(HybridMachine):
     options: ClassVar[dict] = {"write_policy": "write_through_selective", "eviction": "lfu"}
 
 
-CASES = (HybridMachine, WriteBack, Selective)
+class Windows(HybridMachine):
+    shape: ClassVar[dict] = {**HybridMachine.shape, "states": None, "window": 5}
+
+
+class States(HybridMachine):
+    shape: ClassVar[dict] = {**HybridMachine.shape, "window": 0}
+    options: ClassVar[dict] = {"load_back_threshold": 4}
+
+
+CASES = (HybridMachine, WriteBack, Selective, Windows, States)
 for case in CASES:
-    case.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestHybrid, TestWriteBack, TestSelective = (case.TestCase for case in CASES)
+    case.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestHybrid, TestWriteBack, TestSelective, TestWindows, TestStates = (
+    case.TestCase for case in CASES
+)

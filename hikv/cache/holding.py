@@ -49,9 +49,9 @@ class Holding:
         """Its node's."""
         return self.node.serial
 
-    def there(self, *tiers: int) -> npt.NDArray[np.bool_]:
-        """Which entries some of `tiers` has, bool `[num_pages]`."""
-        return np.logical_or.reduce([self.ids[tier] != ABSENT for tier in tiers])
+    def there(self, *tiers: int, where: Where = ALL) -> npt.NDArray[np.bool_]:
+        """Which of the entries `where` some of `tiers` has, bool."""
+        return np.logical_or.reduce([self.ids[tier][where] != ABSENT for tier in tiers])
 
     def tally(self, tier: int, where: Where) -> Tally:
         """The counts of the entries `where`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from hikv.cache.components import Component, Recurrent, SlidingWindow, Usable, usable_pages
 from hikv.cache.controller import check_pair
 from hikv.cache.holding import Positions
@@ -101,11 +103,11 @@ class Hybrid:
         of `trail` that frees."""
         pages = trail.take(node, tier, at)
         trail.pools[tier].allocator.free(pages)
-        broken = at.size and at[-1] >= node.num_pages - trail.need
-        for lesser in self.trails.values():
-            if broken and trail.component.kind == SlidingWindow.kind != lesser.component.kind:
-                loose = lesser.leaving(node, tier, node.num_pages)
-                lesser.pools[tier].allocator.free(lesser.take(node, tier, loose))
+        if trail.component.kind == SlidingWindow.kind and np.any(at >= node.num_pages - trail.need):
+            for state in self.trails.values():
+                if state.component.kind == Recurrent.kind:
+                    gone = state.take(node, tier, state.leaving(node, tier, node.num_pages))
+                    state.pools[tier].allocator.free(gone)
         return pages.size
 
 

@@ -48,7 +48,7 @@ class Loader:
         try:
             refused = self._obstacle(request, at)
             if refused is None:
-                self._start(request, at, path, have)
+                self._start(request, at, have)
                 locks, request.trail_locks = request.trail_locks, locks
         finally:
             self.hybrid.let_go(locks)
@@ -95,15 +95,15 @@ class Loader:
         outcome, why = ("defer", "locked") if others else ("recompute", "no_room")
         return LoadBack(outcome, reasons=(why,))
 
-    def _start(self, request: Request, at: Boundary, path: list[Node], have: int) -> None:
-        held = [node.pages[DEVICE] for node in path]
-        owner = self.ledger.next_owner(request)
+    def _start(self, request: Request, at: Boundary, have: int) -> None:
+        path, owner = at.node.path(), self.ledger.next_owner(request)
         pages = self.placement.pools[DEVICE].allocator.alloc(max(0, at.num_pages - have), owner)
         nodes = [node for node in path if node.pages[DEVICE] is None] if pages.size else []
+        held = join([node.pages[DEVICE] for node in path])
         cargo = self.shares.load(request, at)
         request.ticket = self.placement.start(
             DEVICE, nodes, pages, request.rid, cargo=cargo, anchor=at.node
         )
-        request.pages = join([join(held)[: at.num_pages], pages])
+        request.pages = join([held[: at.num_pages], pages])
         request.loads, request.boundary = True, at
         self.shares.loading(request, at, cargo)

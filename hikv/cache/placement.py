@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import dropwhile, takewhile
-from math import inf
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.cargo import Cargo
@@ -180,8 +179,8 @@ class Placement:
         if any(node.occupies(HOST) for node in lacking):
             return False
         pages = self._host_pages(lacking, ahead) if lacking else NO_IDS
-        reach = lacking[0].start // self.tree.page_size + pages.size if lacking else inf
-        cargo = self._host_cargo(path, reach, ahead)
+        end = lacking[0].start + pages.size * self.tree.page_size if lacking else path[-1].end
+        cargo = self._host_cargo([node for node in path if node.end <= end], ahead)
         if pages.size or cargo:
             nodes = lacking if pages.size else []
             self.start(HOST, nodes, pages, cargo=cargo, anchor=path[-1])
@@ -208,17 +207,14 @@ class Placement:
         self.counts["unbacked_pages"] += count - pages.size
         return pages
 
-    def _host_cargo(self, path: list[Node], reach: float, ahead: bool) -> list[Cargo]:
-        """What goes along to the host: all or nothing of what a boundary at a node's end needs, for
-        the nodes that go there now, the first `reach` pages of the prompt, and the end of `path`.
-        """
-        loads, end = [], self.hybrid.end(path[-1])
+    def _host_cargo(self, path: list[Node], ahead: bool) -> list[Cargo]:
+        """What goes along to the host, all or nothing of what a boundary at a node's end needs: of
+        the nodes of `path` that are not there yet, and for the end of `path`."""
+        loads = []
         for name, trail in self.hybrid.trails.items():
             cargo, allocator = Cargo(trail, HOST), trail.pools[HOST].allocator
-            near = {above for above, _, _ in trail.needed(end)}
+            near = {node for node, _, _ in trail.needed(self.hybrid.end(path[-1]))} if path else ()
             for node in path:
-                if node.end > reach * self.tree.page_size:
-                    break
                 at = trail.unsaved(node)
                 if not at.size or (node.occupies(HOST) and node not in near):
                     continue

@@ -118,6 +118,8 @@ class Shares:
     def open(self, request: Request, at: Boundary, end: Node) -> None:
         """Begin at the boundary that is usable on the GPU, and keep in both tiers what the one at
         `end` needs, for a load-back."""
+        if not self.hybrid.trails:
+            return
         for name, trail in self.hybrid.trails.items():
             if name not in request.shares:
                 state = trail.component.kind == Recurrent.kind
@@ -218,6 +220,8 @@ class Shares:
     def insert(self, request: Request, at: Boundary, states: Mapping[str, int]) -> dict[str, int]:
         """Let the tree hold what it has up to `at`, the end of an insert; its duplicates by name,
         which are free then."""
+        if not request.shares:
+            return {}
         doubled = {
             name: share.insert(at, states.get(name)) for name, share in request.shares.items()
         }

@@ -90,7 +90,7 @@ class Trail:
         """Whether `tiers` together have what a boundary needs."""
         for node, first, stop in self.needed(at):
             holding = self.of(node)
-            if holding is None or not holding.there(*tiers)[first:stop].all():
+            if holding is None or not holding.there(*tiers, where=slice(first, stop)).all():
                 return False
         return True
 
@@ -114,10 +114,11 @@ class Trail:
         for node, first, stop in self.needed(at):
             holding = self.of(node)
             if holding is not None:
-                waiting = holding.there(HOST) & ~holding.there(DEVICE)
+                where = slice(first, stop)
+                waiting = holding.there(HOST, where=where) & ~holding.there(DEVICE, where=where)
                 if (awaited := holding.arriving[DEVICE]) is not None:
-                    waiting &= awaited[1] == ABSENT
-                found.append((node, first + np.flatnonzero(waiting[first:stop])))
+                    waiting &= awaited[1][where] == ABSENT
+                found.append((node, first + np.flatnonzero(waiting)))
         return [(node, where) for node, where in found if where.size]
 
     def find(self, node: Node, position: int) -> tuple[int, int]:
@@ -186,9 +187,10 @@ class Trail:
         holding = self.of(node)
         if holding is None or holding.arriving[HOST] is not None:
             return NO_IDS
-        lacking = holding.there(DEVICE) & ~holding.there(HOST)
-        lacking[: max(0, node.num_pages - self.need)] = False
-        return np.flatnonzero(lacking)
+        first = max(0, node.num_pages - self.need)
+        where = slice(first, None)
+        lacking = holding.there(DEVICE, where=where) & ~holding.there(HOST, where=where)
+        return first + np.flatnonzero(lacking)
 
     def copies(self, node: Node) -> bool:
         """Whether entries of `node` are on their way to the host."""
