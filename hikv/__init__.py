@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hikv.buffer import KVBuffer
+    from hikv.cache.components import Recurrent, SlidingWindow
     from hikv.cache.config import HiCacheConfig
     from hikv.cache.hiradix import HiRadixCache
     from hikv.cache.node import Namespace
@@ -48,6 +49,8 @@ _HOMES = {
     "KVSpec": "hikv.spec",
     "Namespace": "hikv.cache.node",
     "PathUnavailable": "hikv.errors",
+    "Recurrent": "hikv.cache.components",
+    "SlidingWindow": "hikv.cache.components",
     "Transfer": "hikv.handle",
     "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
@@ -71,6 +74,8 @@ __all__ = [
     "KVSpec",
     "Namespace",
     "PathUnavailable",
+    "Recurrent",
+    "SlidingWindow",
     "Transfer",
     "device_info",
     "list_layouts",
