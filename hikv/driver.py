@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hikv.errors import DriverError, PathUnavailable
@@ -14,6 +16,7 @@ class CudaDriver:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        self._contexts: dict[int, ctypes.c_void_p] = {}
 
     def call(self, name: str, *arguments: Any, remedy: str = "see the CUDA driver API") -> None:
         """Calls the exported function `name`; ctypes lets other threads run meanwhile.
@@ -28,6 +31,23 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(name, code, (text.value or b"unknown").decode(), remedy=remedy)
+
+    @contextmanager
+    def primary_context(self, device: int) -> Iterator[None]:
+        """Make the primary context of GPU `device` current; a thread may have another, or none.
+
+        It is kept for the life of the process: registrations may outlive every other user of it.
+        """
+        if device not in self._contexts:
+            handle, context = ctypes.c_int(), ctypes.c_void_p()
+            self.call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+            self._contexts[device] = context
+        self.call("cuCtxPushCurrent_v2", self._contexts[device])
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 @functools.cache
@@ -57,12 +77,7 @@ class CudaHostRegistry:
     _PORTABLE, _DEVICEMAP = 1, 2
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
-        self._driver = driver
-        self._context = ctypes.c_void_p()
-        handle = ctypes.c_int()
-        driver.call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
-        # Kept for the life of the process: the registrations may outlive every other user.
-        driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
+        self._driver, self._device = driver, device
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock `nbytes` of host memory from `address` on; raises `DriverError`."""
@@ -75,8 +90,5 @@ class CudaHostRegistry:
 
     def _call(self, name: str, *arguments: object) -> None:
         # Memory is freed on whichever thread drops it, and that one may have no context.
-        self._driver.call("cuCtxPushCurrent_v2", self._context)
-        try:
+        with self._driver.primary_context(self._device):
             self._driver.call(name, *arguments)
-        finally:
-            self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))

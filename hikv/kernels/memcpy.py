@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,7 +207,6 @@ class MemcpyDriver(CudaDriver):
         library.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER)
         library.cuMemcpy3DAsync_v2.argtypes = (_POINTER, _POINTER)
         library.cuStreamIsCapturing.argtypes = (_POINTER, _POINTER)
-        self._contexts: dict[int, ctypes.c_void_p] = {}
         self.batches = self._bind_batches()
 
     def _bind_batches(self) -> dict[str, int]:
@@ -285,20 +283,6 @@ class MemcpyDriver(CudaDriver):
         status = ctypes.c_int()
         self.call("cuStreamIsCapturing", stream, ctypes.byref(status))
         return status.value != 0
-
-    @contextmanager
-    def primary_context(self, device: int) -> Iterator[None]:
-        """Make the primary context of GPU `device` current; a thread may have another, or none."""
-        if device not in self._contexts:
-            handle, context = ctypes.c_int(), ctypes.c_void_p()
-            self.call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
-            self._contexts[device] = context
-        self.call("cuCtxPushCurrent_v2", self._contexts[device])
-        try:
-            yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 @functools.cache
