@@ -23,7 +23,6 @@ from hybrid_cases import (
     publish,
     read_hit,
     serve,
-    state_is,
 )
 
 from hikv.cache.hiradix import ANYONE
@@ -249,80 +248,6 @@ def test_a_request_keeps_its_window_and_state_and_no_more() -> None:
     proved(cache)
 
 
-def test_a_request_never_writes_the_cached_state() -> None:
-    """Two go on from one prefix, each in a state of its own; the cached bytes stay."""
-    cache = hybrid_cache()
-    serve(cache, TEN[:6])
-    node = cache.tree.match(ANYONE, TEN[:6]).nodes[-1]
-    tier, cached = cache.hybrid.trails["state"].find(node, 5)
-    requests = []
-    for rid, more in (("a", [60, 61]), ("b", [70])):
-        request = admit(cache, [*TEN[:6], *more], rid=rid)
-        requests.append(request)
-        assert request.states["state"] != cached
-    assert requests[0].states != requests[1].states
-    for request in requests:
-        forward(cache, request, request.tokens, 6, None)
-    assert tier == DEVICE
-    assert state_is(cache, DEVICE, cached, ANYONE, TEN, 6)
-    for request in requests:
-        publish(cache, request, request.tokens)
-        cache.release(request.rid)
-    assert state_is(cache, DEVICE, cached, ANYONE, TEN, 6)
-    proved(cache)
-
-
-def test_a_state_that_was_handed_over_is_written_no_more() -> None:
-    """The request goes on in a copy, which `allocate` makes; and only then."""
-    cache = hybrid_cache()
-    request = admit(cache, TEN[:4])
-    forward(cache, request, TEN[:4], 0, None)
-    slot = request.states["state"]
-    publish(cache, request, TEN[:4])
-    assert request.states == {}
-    cache.allocate("serve", 6)
-    request.wait()
-    assert request.states["state"] != slot
-    assert state_is(cache, DEVICE, request.states["state"], ANYONE, TEN, 4)
-    request.tokens = np.array(TEN[:6], np.int32)
-    forward(cache, request, TEN[:6], 4, None)
-    assert state_is(cache, DEVICE, slot, ANYONE, TEN, 4)
-    assert publish(cache, request, TEN[:6]).inserted_len == 6
-    cache.release("serve")
-    assert [cache.match_prefix(TEN[:n]).device_len for n in (4, 5, 6)] == [4, 4, 6]
-    proved(cache)
-
-
-def test_a_state_on_the_way_is_handed_over_while_its_own_goes_on() -> None:
-    """Page 4, 10 tokens: the state at 8 enters, that at 10 stays the request's."""
-    cache = hybrid_cache(4)
-    request = admit(cache, TEN)
-    spare = cache.spare_state("serve", "state")
-    forward(cache, request, TEN, 0, spare)
-    done = cache.insert("serve", TEN, states={"state": spare})
-    assert done.inserted_len == 8
-    assert state_is(cache, DEVICE, request.states["state"], ANYONE, TEN, 10)
-    cache.release("serve")
-    assert cache.match_prefix(TEN).device_len == 8
-    assert cache.stats()["state_device_free"] == 7
-    proved(cache)
-
-
-def test_without_a_state_a_prefix_cannot_be_resumed() -> None:
-    cache = hybrid_cache(kv=(20, 20), swa=(20, 20))
-    serve(cache, TEN, state=False)
-    assert cache.match_prefix(TEN).device_len == 0
-    request = admit(cache, TEN)
-    assert request.missing == ("state",)
-    forward(cache, request, TEN, 0, None)
-    done = publish(cache, request, TEN)
-    assert (done.duplicates, done.doubled) == (10, {"swa": 10, "state": 0})
-    assert request.windows["swa"].tolist()[:7] == [ABSENT] * 7
-    cache.release("serve")
-    assert cache.match_prefix(TEN).device_len == 10
-    proved(cache)
-
-
 def test_duplicates_come_back_pool_by_pool() -> None:
     """Both compute the same; the second goes on with the first one's window."""
     cache = hybrid_cache(kv=(8, 8))
@@ -429,20 +354,6 @@ def test_room_for_computing_that_is_not_there_changes_nothing() -> None:
     proved(cache)
 
 
-def test_write_back_saves_a_state_before_it_leaves_the_gpu() -> None:
-    cache = hybrid_cache(write_policy="write_back")
-    serve(cache, TEN)
-    assert cache.stats()["host_free"] == 32
-    cache.evict(1, "device", "state")
-    assert entries(cache, "state", TEN, HOST) == [9]
-    assert cache.tree.match(ANYONE, TEN).pages(HOST).size == 10, "with the KV that it needs there"
-    assert entries(cache, "swa", TEN, HOST) == [7, 8, 9]
-    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
-    cache.evict(16)
-    serve(cache, TEN)
-    proved(cache)
-
-
 def test_a_prompt_enters_chunk_by_chunk_in_a_window_pool_smaller_than_it() -> None:
     """The window's passed pages are the tree's after each insert, and make the room."""
     cache = hybrid_cache(swa=(6, 6))
@@ -456,17 +367,6 @@ def test_a_prompt_enters_chunk_by_chunk_in_a_window_pool_smaller_than_it() -> No
         settle(cache)
         proved(cache)
     cache.release("r")
-    proved(cache)
-
-
-def test_a_state_stays_with_the_end_of_a_node_that_splits() -> None:
-    cache = hybrid_cache(kv=(20, 20), swa=(20, 20))
-    serve(cache, TEN)
-    serve(cache, [*TEN[:6], 66])
-    assert entries(cache, "state", TEN, DEVICE) == [9]
-    assert cache.match_prefix(TEN[:7]).device_len == 0
-    assert cache.match_prefix(TEN).device_len == 10
-    settle(cache)
     proved(cache)
 
 

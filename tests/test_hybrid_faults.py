@@ -143,6 +143,35 @@ def test_half_of_the_kv_without_its_window_is_no_hit() -> None:
     proved(cache)
 
 
+@pytest.mark.parametrize("taken", range(4))
+def test_a_lane_that_refuses_one_of_the_copies_leaves_nothing_in_flight(taken: int) -> None:
+    """What it took before is withdrawn, and ended, before its pages are anyone's again."""
+    lanes = manual_lanes()
+    cache = hybrid_cache(lanes=lanes)
+    on_host(cache, TEN)
+    lane, before = lanes[DEVICE], len(lanes[DEVICE].copies)
+    submit = lane.submit
+
+    def refuse(request):
+        if len(lane.copies) - before == taken:
+            raise RuntimeError("no more")
+        return submit(request)
+
+    lane.submit = refuse
+    request = cache.acquire("r", TEN)
+    with pytest.raises(RuntimeError, match="no more"):
+        cache.load_back("r")
+    assert [copy.pages for copy in lane.copies[before:]] == [0] * taken
+    assert (request.pages.size, request.states, request.ticket) == (0, {}, None)
+    assert all_free(cache)
+    proved(cache)
+    lane.submit = submit
+    assert cache.load_back("r") == LoadBack("loading", 10)
+    cache.release("r")
+    settle(cache)
+    proved(cache)
+
+
 @pytest.mark.parametrize("state", ["queued", "running", "done"])
 @pytest.mark.parametrize("verb", ["cancel", "release"])
 def test_leaving_during_a_load_returns_every_page(state: str, verb: str) -> None:

@@ -149,8 +149,6 @@ class Trail:
     def put(self, node: Node, tier: int, first: int, ids: PageIds) -> PageIds:
         """Let `ids` hold the entries of `node` from `first` on that are absent; what holds them
         now."""
-        if np.all(ids == ABSENT):
-            return ids
         holding, where = self._ensure(node), slice(first, first + ids.size)
         now = holding.ids[tier][where]
         now = np.where(now == ABSENT, ids, now)
