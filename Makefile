@@ -38,7 +38,7 @@ test-aot: $(READY)
 test-gpu: $(READY)
 	$(PYTEST) -m gpu
 
-test-compile: $(READY) ## the full matrix of compiled variants, about half an hour
+test-compile: $(READY) ## the full matrix of compiled variants, half an hour to an hour
 	$(PYTEST) -m full
 
 bench: $(READY) ## benchmarks of planning, descriptors and look-ups on this CPU
