@@ -171,11 +171,14 @@ def piece_bytes(path: str, plan: CopyPlan) -> int | None:
 
 
 def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise: bool) -> Choice:
+    """How `plan` runs: by the copies that are submitted together, those of one layer with turns."""
     if path is not None and not PATHS[path].block_quota:
         return Choice(path, 0, "caller")
     info = device_info(plan.gpu.index) if plan.gpu is not None else None
+    first, _ = plan.layers
+    submitted = plan.for_layers(first, first + 1) if layerwise else plan
     return choose(
-        plan,
+        submitted,
         block_quota=block_quota,
         link_gbps=(info.link_gbps if info else None) or _UNKNOWN_LINK_GBPS,
         serves=lambda name: (
@@ -183,7 +186,7 @@ def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise
         ),
         path=path,
         table=tuned(info) if info else None,
-        piece_bytes=lambda name: piece_bytes(name, plan),
+        piece_bytes=lambda name: piece_bytes(name, submitted),
     )
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,8 @@ import hikv
 from hikv import ArgumentError, KVBuffer, KVSpec, PathUnavailable, transfers
 from hikv.kernels.submit import check_stream
 from hikv.transfers import PATHS, obstacle, piece_bytes
-from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, choose
+from hikv.tables import Entry, Table
+from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, Tuned, choose, key_of
 
 SPEC = KVSpec(4, 8, 16, 4, torch.bfloat16)
 IDS = [0, 2]
@@ -142,6 +144,24 @@ def test_pieces_are_what_a_copy_engine_is_handed():
     assert piece_bytes("ce3d", plan) == page // 6
     assert piece_bytes("staged", plan) == page
     assert piece_bytes("ce", plan) is piece_bytes("sm", plan) is None
+
+
+def test_layer_by_layer_the_copies_of_one_layer_decide(monkeypatch):
+    for name, path in PATHS.items():
+        monkeypatch.setitem(PATHS, name, replace(path, obstacle=lambda plan: None))
+    # A page is one run of 32 KiB, and a layer of it one of 512 B.
+    plan = meta_plan("page_unified", "page_unified", KVSpec(64, 2, 16, 4, torch.bfloat16))
+    ways = [transfers._choose(plan, None, None, layerwise) for layerwise in (False, True)]
+    assert [way.path for way in ways] == ["ce", "sm"]
+
+    monkeypatch.setattr(transfers, "device_info", lambda index: SimpleNamespace(link_gbps=63.0))
+    plan = meta_plan("layer_first", "page_first_direct", replace(SPEC, num_layers=8))
+    one = plan.for_layers(0, 1)
+    for timed_with, path in ((piece_bytes("ce3d", one), "ce3d"), (piece_bytes("ce3d", plan), "sm")):
+        entry = Entry(key_of(one), "ce3d", 0, {}, {"piece_bytes": timed_with})
+        found = Tuned([(Path("t"), Table({}, {entry.key: entry}))])
+        monkeypatch.setattr(transfers, "tuned", lambda info, found=found: found)
+        assert transfers._choose(plan, None, None, layerwise=True).path == path
 
 
 def test_without_a_table_an_sm_path_launches_two_ctas():
