@@ -18,8 +18,9 @@ from cases import DTYPES, PAIRS, check_copy, dense, head_specs, per_layer
 import hikv
 from hikv import ArgumentError, KVBuffer, KVSpec, PathUnavailable, transfers
 from hikv.kernels.submit import check_stream
-from hikv.transfers import PATHS, obstacle, piece_bytes
+from hikv.layout import list_layouts
 from hikv.tables import Entry, Table
+from hikv.transfers import PATHS, obstacle, piece_bytes
 from hikv.tuning import DEFAULT_BLOCK_QUOTA, Choice, Tuned, choose, key_of
 
 SPEC = KVSpec(4, 8, 16, 4, torch.bfloat16)
@@ -140,10 +141,24 @@ def test_pieces_are_what_a_copy_engine_is_handed():
     spec = KVSpec(6, 8, 128, 64, torch.bfloat16)
     plan = meta_plan("layer_first", "page_first", spec)
     page = spec.bytes_per_page
-    # Boxes of the rows of a layer, K and V as their two layers; whole pages from the scratch.
+    # Boxes of the rows of a layer, K and V as their two layers; all of K, or of V, from the scratch.
     assert piece_bytes("ce3d", plan) == page // 6
-    assert piece_bytes("staged", plan) == page
+    assert piece_bytes("staged", plan) == page // 2
     assert piece_bytes("ce", plan) is piece_bytes("sm", plan) is None
+
+
+@pytest.mark.parametrize("num_layers", [6, 2])
+def test_the_pieces_of_scratch_are_as_long_as_the_host_holds_bytes_together(num_layers):
+    spec = KVSpec(6, 8, 128, 64, torch.bfloat16)
+    for layout in list_layouts():
+        host = KVBuffer.empty(spec, layout, 4).layer_range(0, num_layers)
+        host = replace(host, pinned=True)
+        gpu = KVBuffer.empty(host.spec, "page_head", 4, device="meta")
+        scratch = KVBuffer.empty(host.spec, layout, 4, device="meta")
+        crossing = hikv.plan_transfer(host, scratch, IDS, IDS)
+        for src, dst in ((host, gpu), (gpu, host)):
+            pieces = piece_bytes("staged", hikv.plan_transfer(src, dst, IDS, IDS))
+            assert pieces == crossing.nbytes // crossing.num_descriptors
 
 
 def test_layer_by_layer_the_copies_of_one_layer_decide(monkeypatch):

@@ -181,9 +181,15 @@ def release_scratch() -> None:
         _SCRATCH.clear()
 
 
-def page_bytes(plan: CopyPlan) -> int:
-    """Payload of a page: what crosses the link at a time."""
-    return plan.nbytes // max(plan.num_pages, 1)
+def stretch_bytes(plan: CopyPlan) -> int:
+    """Mean payload of what crosses the link at a time: stretches that the host holds together."""
+    inbound, count = plan.direction == "h2d", 0
+    for part in plan.parts:
+        host = part.src if inbound else part.dst
+        count += part.page_vectors // host.sizes[-1]
+    return sum(part.page_bytes for part in plan.parts) // count
 
 
-PATH = Path("staged", obstacle, launch, block_quota=True, layerwise=False, piece_bytes=page_bytes)
+PATH = Path(
+    "staged", obstacle, launch, block_quota=True, layerwise=False, piece_bytes=stretch_bytes
+)
