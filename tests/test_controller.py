@@ -26,7 +26,7 @@ from hikv.cache.hiradix import ANYONE
 from hikv.cache.lanes import CopyFailed, CopyRequest, StreamLane, ThreadLane
 from hikv.cache.node import DEVICE, HOST
 from hikv.cache.pools import DevicePool, HostPool
-from hikv.errors import DriverError
+from hikv.errors import ArgumentError, DriverError
 
 PATIENCE = 30  # seconds, only ever spent by a test that fails
 
@@ -94,6 +94,8 @@ def test_a_forward_pass_waits_for_its_layers_through_its_request(monkeypatch) ->
     request = cache.acquire("r", [1, 2, 3])
     cache.load_back("r")
     cache.allocate("r", 3)
+    with pytest.raises(ArgumentError, match="layer: expected 0 or more"):
+        request.wait_layer(-1)
     request.wait_layer(0)
     assert cache.ready()[DEVICE] == 0
     assert cache.match_prefix([1, 2]).device_len == 0, "not there for others before it is whole"
@@ -238,6 +240,31 @@ def test_a_stream_that_refuses_in_the_middle_is_done_when_what_it_took_has_passe
     for wait in (copy.wait, lambda: copy.wait_layer(0)):
         with pytest.raises(CopyFailed):
             wait()
+
+
+def test_an_interrupt_leaves_once_the_stream_has_passed_what_it_took(pools, monkeypatch) -> None:
+    """Nobody has a handle to wait for, and the pages go back to their pool."""
+    waited = []
+
+    def transfer_in_turns(*_, **__):
+        assert not waited
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lanes, "transfer_in_turns", transfer_in_turns)
+    monkeypatch.setattr(FakeStream, "synchronize", lambda own: waited.append(own), raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    lane = StreamLane(torch.device("cuda"))
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit(load(pools))
+    assert waited == [lane._stream]
+
+
+def test_a_fence_that_a_thread_cannot_wait_for_fails_the_copy(lane, pools) -> None:
+    copy = lane.submit(load(pools, ["a GPU's event"]))
+    copy.synchronize()
+    assert (copy.done(), copy.arrived()) == (True, 0)
+    assert isinstance(copy.failure(), ArgumentError)
+    assert "threading.Event" in str(copy.failure())
 
 
 def test_copies_are_acknowledged_in_the_order_they_began() -> None:

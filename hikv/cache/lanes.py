@@ -17,7 +17,7 @@ import torch
 
 from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
-from hikv.errors import HikvError
+from hikv.errors import ArgumentError, HikvError
 from hikv.handle import Transfer
 from hikv.spec import KVSpec
 from hikv.transfers import transfer, transfer_in_turns
@@ -204,7 +204,13 @@ class ThreadCopy:
     def _run(self) -> None:
         request = self._request
         for fence in request.fences:
-            assert isinstance(fence, threading.Event)
+            if not isinstance(fence, threading.Event):
+                raise ArgumentError(
+                    "after",
+                    expected="threading.Event between host buffers",
+                    got=repr(fence),
+                    remedy="set one when the pages are free to be copied, or pass after=None",
+                )
             while not (fence.wait(_WITHDRAWN_CHECK) or self._withdrawn):
                 pass
         last = request.num_layers - 1
@@ -247,6 +253,9 @@ class StreamLane:
             )
         except Exception as error:  # is the copy's result; what was queued before still runs
             failure = error
+        except BaseException:
+            self._stream.synchronize()  # nobody is left to wait before the pages are used again
+            raise
         return StreamCopy(request, transfers, failure, self._stream.record_event())
 
     def close(self) -> None:

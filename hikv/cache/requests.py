@@ -14,6 +14,7 @@ from hikv.cache.controller import Ticket
 from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import NO_IDS, Lock, Namespace, Node, Tokens
 from hikv.cache.trails import Boundary, TrailLock
+from hikv.errors import ArgumentError
 
 if TYPE_CHECKING:
     from hikv.cache.shares import StateShare, WindowShare
@@ -159,7 +160,14 @@ class Request:
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Before layer `layer` is computed: let `stream` (on the CPU: the caller) wait for what is
-        loading of it. Raises `CopyFailed` when that failed."""
+        loading of it. Layers count from this rank's first. Raises `CopyFailed` when that failed."""
+        if layer < 0:
+            raise ArgumentError(
+                "layer",
+                expected="0 or more, counted from this rank's first layer",
+                got=layer,
+                remedy="subtract the stage's first layer once",
+            )
         self.refuse_failed()
         if self.ticket is not None:
             self.ticket.copy.wait_layer(layer, stream)
