@@ -210,13 +210,15 @@ class KVBuffer:
         A view: it holds the same pages, and keeps the memory alive as this buffer does. Raises
         `ArgumentError` for layers that are not here.
         """
-        if not 0 <= start < stop <= self.spec.num_layers:
+        whole = all(isinstance(end, int | np.integer) for end in (start, stop))
+        if not whole or not 0 <= start < stop <= self.spec.num_layers:
             raise ArgumentError(
                 "start, stop",
                 expected=f"at least one layer within 0..{self.spec.num_layers}",
                 got=f"{start}, {stop}",
                 remedy="count layers from the buffer's first layer",
             )
+        start, stop = int(start), int(stop)  # numpy's would end among the strides
         first = self.spec.first_layer + start
         spec = replace(self.spec, num_layers=stop - start, first_layer=first)
         regions = tuple(region.for_layers(start, stop) for region in self.regions)

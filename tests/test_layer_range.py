@@ -76,7 +76,17 @@ def test_a_range_of_layers_reads_like_a_slice_whatever_the_form(kind):
             assert_bytes(got.ravel(), want.ravel(), "view")
 
 
-@pytest.mark.parametrize("span", [(0, 0), (2, 1), (-1, 2), (0, 4)])
+def test_layers_may_be_counted_by_numpy():
+    buffer = KVBuffer.empty(KVSpec(3, 1, 4, 2, U8), "page_first", 2)
+    first, last = buffer.layer_range(1, 3), buffer.layer_range(np.int64(1), np.int32(3))
+    assert first.spec == last.spec
+    assert type(last.spec.first_layer) is int
+    assert first.extents == last.extents
+
+
+@pytest.mark.parametrize(
+    "span", [(0, 0), (2, 1), (-1, 2), (0, 4), (0.0, 2.0), ("0", "2"), (0, None)]
+)
 def test_layers_that_are_not_there_are_refused(span):
     with pytest.raises(ArgumentError, match=r"within 0\.\.3"):
         KVBuffer.empty(KVSpec(3, 1, 4, 2, U8), "page_first", 2).layer_range(*span)
