@@ -124,7 +124,7 @@ def code_alone(source: str) -> str:
 
     It is the text that is left, and no syntax tree, so it is the same under every Python.
     """
-    lines = source.splitlines()
+    lines = source.split("\n")  # as the tokenizer counts; splitlines() ends one at a form feed too
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token in tokens:
         if token.type == tokenize.COMMENT:

@@ -194,6 +194,11 @@ def test_words_about_the_code_do_not_make_it_another():
     assert tables.code_alone(SOURCE.replace("# no comment", "# a comment")) != code
 
 
+def test_a_form_feed_ends_no_line_of_code():
+    source = "SIZE = 1\n\f\n# Why.\nWIDTH = 2\n"
+    assert tables.code_alone(source).splitlines() == ["SIZE = 1", "WIDTH = 2"]
+
+
 @pytest.mark.parametrize("file", sorted(Path(tables.__file__).parent.glob("kernels/*.py")))
 def test_the_code_of_every_kernel_is_found(file):
     source = file.read_text(encoding="utf-8")
