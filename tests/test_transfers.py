@@ -141,7 +141,7 @@ def test_pieces_are_what_a_copy_engine_is_handed():
     spec = KVSpec(6, 8, 128, 64, torch.bfloat16)
     plan = meta_plan("layer_first", "page_first", spec)
     page = spec.bytes_per_page
-    # Boxes of the rows of a layer, K and V as their two layers; all of K, or of V, from the scratch.
+    # Boxes of the rows of a layer, K and V as their two layers; all K or all V from the scratch.
     assert piece_bytes("ce3d", plan) == page // 6
     assert piece_bytes("staged", plan) == page // 2
     assert piece_bytes("ce", plan) is piece_bytes("sm", plan) is None

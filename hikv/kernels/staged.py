@@ -8,6 +8,7 @@ whole pages. Two slots alternate: while one is being copied, the other is being 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -183,11 +184,9 @@ def release_scratch() -> None:
 
 def stretch_bytes(plan: CopyPlan) -> int:
     """Mean payload of what crosses the link at a time: stretches that the host holds together."""
-    inbound, count = plan.direction == "h2d", 0
-    for part in plan.parts:
-        host = part.src if inbound else part.dst
-        count += part.page_vectors // host.sizes[-1]
-    return sum(part.page_bytes for part in plan.parts) // count
+    hosts = [part.src if plan.direction == "h2d" else part.dst for part in plan.parts]
+    pieces = sum(math.prod(host.sizes[:-1]) for host in hosts)
+    return sum(part.page_bytes for part in plan.parts) // pieces
 
 
 PATH = Path(
