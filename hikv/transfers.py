@@ -30,7 +30,15 @@ PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGIN
 PATH_OBSTACLES.update({name: path.obstacle for name, path in PATHS.items()})
 PATH_PIECES.update({name: path.piece_bytes for name, path in PATHS.items() if path.piece_bytes})
 
-__all__ = ["PATHS", "Transfer", "obstacle", "plan_transfer", "transfer", "transfer_in_turns"]
+__all__ = [
+    "PATHS",
+    "Transfer",
+    "obstacle",
+    "plan_transfer",
+    "queue_behind",
+    "transfer",
+    "transfer_in_turns",
+]
 
 _UNKNOWN_LINK_GBPS = 63.0  # PCIe 5 x16, where the link cannot be read
 
@@ -204,11 +212,7 @@ def _launch_on_gpu(
 ) -> None:
     handles = [handle for handle, _ in copies]
     try:
-        for fence in fences:
-            if isinstance(fence, torch.cuda.Event):
-                stream.wait_event(fence)
-            else:
-                stream.wait_stream(fence)
+        _wait_for(fences, stream)
         launches = [_launcher(handle.plan, choice, stream) for handle, choice in copies]
         if turns is None:
             for handle, launch in zip(handles, launches, strict=True):
@@ -222,6 +226,19 @@ def _launch_on_gpu(
             keep(handles, stream)
         raise
     keep(handles, stream)
+
+
+def queue_behind(after: Fence | Iterable[Fence] | None, stream: torch.cuda.Stream) -> None:
+    """Let `stream` wait for the fences that `transfer` takes as `after`, which it checks alike."""
+    _wait_for(_check_fences(after), stream)
+
+
+def _wait_for(fences: Iterable[Fence], stream: torch.cuda.Stream) -> None:
+    for fence in fences:
+        if isinstance(fence, torch.cuda.Event):
+            stream.wait_event(fence)
+        else:
+            stream.wait_stream(fence)
 
 
 def _launcher(

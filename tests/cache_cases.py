@@ -187,6 +187,9 @@ class ManualCopy:
     def failure(self) -> Exception | None:
         return self.error
 
+    def seconds(self) -> None:
+        return None
+
     def withdraw(self) -> None:
         if not self.running:
             self.complete(0, CopyFailed("withdrawn"))

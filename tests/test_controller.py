@@ -194,6 +194,13 @@ class FakeEvent:
     """What stands for an event of a stream; `passed` tells whether the stream got there."""
 
     passed = False
+    stream, cuda_event = None, 0
+
+    def __init__(self, **options) -> None:
+        self.options = options
+
+    def record(self, stream) -> None:
+        self.stream, self.cuda_event = stream, 1
 
     def query(self) -> bool:
         return self.passed
@@ -201,13 +208,30 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.passed = True
 
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert (self.passed, end.passed) == (True, True)
+        return 250.0
+
 
 class FakeStream:
     def __init__(self, device) -> None:
         self.device = device
 
-    def record_event(self) -> FakeEvent:
-        return FakeEvent()
+
+def test_a_copy_says_how_long_it_ran(pools, monkeypatch) -> None:
+    monkeypatch.setattr(lanes, "transfer_in_turns", lambda *_, **__: [])
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    copy = StreamLane(torch.device("cuda")).submit(load(pools))
+    copy._start.passed = copy._end.passed = True
+    assert copy.seconds() == 0.25
+    ticks = iter([10.0, 12.5])
+    monkeypatch.setattr(lanes.time, "perf_counter", lambda: next(ticks))
+    lane = ThreadLane("test")
+    copy = lane.submit(load(pools))
+    copy.synchronize()
+    assert copy.seconds() == 2.5
+    lane.close()
 
 
 def test_a_stream_that_refuses_in_the_middle_is_done_when_what_it_took_has_passed(
@@ -221,9 +245,11 @@ def test_a_stream_that_refuses_in_the_middle_is_done_when_what_it_took_has_passe
         raise DriverError("memcpy", 700, "CUDA_ERROR", remedy="none")
 
     monkeypatch.setattr(lanes, "transfer_in_turns", transfer_in_turns)
+    monkeypatch.setattr(lanes, "queue_behind", lambda *fences: waited.append(fences))
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     lane = StreamLane(torch.device("cuda"), path="ce", block_quota=0)
-    fence = object()
+    fence, waited = object(), []
     request = load(pools, [fence])
     request = replace(request, buffers=[*request.buffers] * 3)
     copy = lane.submit(request)
@@ -231,12 +257,16 @@ def test_a_stream_that_refuses_in_the_middle_is_done_when_what_it_took_has_passe
     assert pairs == request.buffers
     # Layer by layer, and every buffer before the next layer of any.
     assert turns == [(i, layer + 1) for layer in range(request.num_layers) for i in range(3)]
-    assert options == {"after": [fence], "path": "ce", "block_quota": 0, "stream": lane._stream}
+    start = options.pop("after")
+    assert options == {"path": "ce", "block_quota": 0, "stream": lane._stream}
+    # Time counts from the last fence on; and what it counts from is behind them all.
+    assert waited == [([fence], lane._stream)]
+    assert (start.stream, start.options) == (lane._stream, {"enable_timing": True})
     assert not copy.done()
     copy.withdraw()
     assert not copy.done(), "a stream does not give back what is queued"
     copy.synchronize()
-    assert (copy.done(), copy.arrived()) == (True, 0)
+    assert (copy.done(), copy.arrived(), copy.seconds()) == (True, 0, None)
     for wait in (copy.wait, lambda: copy.wait_layer(0)):
         with pytest.raises(CopyFailed):
             wait()
@@ -253,6 +283,7 @@ def test_an_interrupt_leaves_once_the_stream_has_passed_what_it_took(pools, monk
     monkeypatch.setattr(lanes, "transfer_in_turns", transfer_in_turns)
     monkeypatch.setattr(FakeStream, "synchronize", lambda own: waited.append(own), raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     lane = StreamLane(torch.device("cuda"))
     with pytest.raises(KeyboardInterrupt):
         lane.submit(load(pools))

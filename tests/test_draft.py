@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -410,7 +411,11 @@ def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
     log: list = []
     fakes = [FakeTransfer(name, log) for name in SPECS]
     monkeypatch.setattr(lanes, "transfer_in_turns", lambda *_, **__: fakes)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
+    monkeypatch.setattr(lanes, "queue_behind", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda stream: None)
+    )
     both = [(host.buffers[name], device.buffers[name]) for name in SPECS]
     request = CopyRequest(both, np.arange(3), np.arange(3), (), layerwise=True)
     copy = StreamLane(torch.device("cuda")).submit(request)
@@ -423,11 +428,6 @@ def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
     assert log == [
         entry for own, rest in zip(target, ends, strict=True) for entry in [*own, *rest, "computes"]
     ]
-
-
-class FakeStream:
-    def record_event(self) -> None:
-        return None
 
 
 def fail_into(monkeypatch, buffer: KVBuffer) -> None:

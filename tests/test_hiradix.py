@@ -15,6 +15,7 @@ from cache_cases import (
     wrong_pages,
 )
 
+from hikv.cache.explain import TtftSplit
 from hikv.cache.hiradix import ANYONE, HiRadixCache
 from hikv.cache.node import HOST, Namespace
 from hikv.cache.pools import DevicePool, HostPool
@@ -320,7 +321,20 @@ def test_pools_that_ride_along_move_together() -> None:
     on_host(cache, list(range(20)))
     serve(cache, list(range(20)))
     assert cache.metrics.copied_bytes["backup"].value == 5 * (64 + 48)
+    assert cache.metrics.copy_seconds["backup"].count == 1
+    assert cache.metrics.copy_seconds["backup"].sum > 0
     cache.check()
+
+
+def test_what_the_engine_measured_of_the_first_token_is_counted_at_release() -> None:
+    cache = small_cache(4, 8, 8)
+    for rid, ttft in (("a", TtftSplit(prefill=0.5)), ("b", None), ("c", TtftSplit(*[0.25] * 6))):
+        cache.acquire(rid, [1, 2, 3])
+        cache.release(rid, ttft=ttft)
+    assert cache.metrics.requests.value == 3
+    assert cache.metrics.ttft_terms["prefill"].sum == 0.75
+    assert cache.metrics.ttft_terms["sampling"].count == 1
+    assert (cache.metrics.ttft.count, cache.metrics.ttft.sum) == (1, 1.5)
 
 
 def test_pages_in_another_rotation_stay_private() -> None:

@@ -29,6 +29,12 @@ class Convoy:
         reasons = (copy.failure() for copy in (*self._ahead, self._last))
         return next((reason for reason in reasons if reason is not None), None)
 
+    def seconds(self) -> float | None:
+        """Once done: how long they took together; `None` where one never began."""
+        parts = [copy.seconds() for copy in (*self._ahead, self._last)]
+        known = [seconds for seconds in parts if seconds is not None]
+        return sum(known) if len(known) == len(parts) else None
+
     def withdraw(self) -> None:
         """Stop each of them if that is still possible."""
         for copy in (*self._ahead, self._last):

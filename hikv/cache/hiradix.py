@@ -9,6 +9,8 @@ The states of a prefix, node by node:
 | in flight | in one tier, on the way to the other | as if only the first tier held it |
 | unknown | nowhere here, perhaps in storage | nothing: `storage_len` is `None` until asked |
 
+With components (docs/hybrid.md) a prefix counts as far as all of them can serve it.
+
 One thread owns a cache and calls every verb; only the copies run beside it. No scheduler is
 assumed, and no verb waits for another rank.
 """
@@ -29,7 +31,7 @@ from hikv.cache.components import Component
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.controller import Controller, default_lanes
 from hikv.cache.events import EventStream, KVEvent
-from hikv.cache.explain import Explanation
+from hikv.cache.explain import Explanation, TtftSplit
 from hikv.cache.hybrid import Hybrid, check_components
 from hikv.cache.lanes import Fences, Lane, as_fences
 from hikv.cache.ledger import Ledger
@@ -346,9 +348,12 @@ class HiRadixCache:
         trail = None if component is None else trails[component]
         return self.placement.evict(TIERS.index(tier), num_pages, trail)
 
-    def release(self, rid: Hashable) -> None:
-        """Close a request: its locks go, and the pages that nobody can find. Cached pages stay."""
-        self.metrics.record(self.explain(rid))
+    def release(self, rid: Hashable, ttft: TtftSplit | None = None) -> None:
+        """Close a request: its locks go, and the pages that nobody can find. Cached pages stay.
+
+        `ttft`: what the engine has measured of its time to the first token, for the metrics.
+        """
+        self.metrics.record(replace(self.explain(rid), ttft=ttft or TtftSplit()))
         self.ledger.close(self.ledger[rid])
 
     def cancel(self, rid: Hashable) -> None:

@@ -8,6 +8,7 @@ those who wait for it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from hikv.cache.allocator import PageIds
 from hikv.errors import ArgumentError, HikvError
 from hikv.handle import Transfer
 from hikv.spec import KVSpec
-from hikv.transfers import transfer, transfer_in_turns
+from hikv.transfers import queue_behind, transfer, transfer_in_turns
 
 Fence: TypeAlias = "torch.cuda.Stream | torch.cuda.Event | threading.Event"
 """What produced a copy's source and released its destination: GPU lanes take a stream or an event
@@ -101,6 +102,9 @@ class Copy(Protocol):
     def failure(self) -> BaseException | None:
         """Once done: why pages are missing, if any are."""
 
+    def seconds(self) -> float | None:
+        """Once done: from the last of its fences to its last byte; `None` where it never began."""
+
     def withdraw(self) -> None:
         """Stop it if that is still possible. It is done when no byte of it moves any more."""
 
@@ -150,6 +154,7 @@ class ThreadCopy:
     def __init__(self, request: CopyRequest) -> None:
         self._request = request
         self._layers = 0
+        self._seconds: float | None = None
         self._withdrawn = False
         self._changed = threading.Condition()
         self._future: Future[None]
@@ -172,6 +177,10 @@ class ThreadCopy:
         if self._future.cancelled():
             return CopyFailed("the copy was withdrawn")
         return self._future.exception()
+
+    def seconds(self) -> float | None:
+        """By the clock of the thread."""
+        return self._seconds
 
     def withdraw(self) -> None:
         """Take it off the queue; one that runs stops before its next layer."""
@@ -213,6 +222,14 @@ class ThreadCopy:
                 )
             while not (fence.wait(_WITHDRAWN_CHECK) or self._withdrawn):
                 pass
+        began = time.perf_counter()
+        try:
+            self._copy()
+        finally:
+            self._seconds = time.perf_counter() - began
+
+    def _copy(self) -> None:
+        request = self._request
         last = request.num_layers - 1
         moved = [0] * len(request.buffers)
         for layer in range(request.num_layers) if request.layerwise else [last]:
@@ -240,12 +257,15 @@ class StreamLane:
         """Queue a copy on the stream, behind its fences."""
         transfers: list[Transfer] = []
         failure: Exception | None = None
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         try:
+            queue_behind(request.fences, self._stream)  # type: ignore[arg-type]
+            start.record(self._stream)
             transfers = transfer_in_turns(
                 request.buffers,
                 request.src_pages,
                 request.dst_pages,
-                after=request.fences,  # type: ignore[arg-type]
+                after=start,
                 turns=request.turns() if request.layerwise else None,
                 path=self._path,
                 block_quota=self._block_quota,
@@ -256,7 +276,8 @@ class StreamLane:
         except BaseException:
             self._stream.synchronize()  # nobody is left to wait before the pages are used again
             raise
-        return StreamCopy(request, transfers, failure, self._stream.record_event())
+        end.record(self._stream)
+        return StreamCopy(request, transfers, failure, (start, end))
 
     def close(self) -> None:
         """Wait for what is queued."""
@@ -271,10 +292,11 @@ class StreamCopy:
         request: CopyRequest,
         transfers: list[Transfer],
         failure: Exception | None,
-        end: torch.cuda.Event,
+        ends: tuple[torch.cuda.Event, torch.cuda.Event],
     ) -> None:
-        self._request, self._transfers, self._end = request, transfers, end
+        self._request, self._transfers = request, transfers
         self._failure = failure
+        self._start, self._end = ends
 
     def done(self) -> bool:
         """Whether the stream has passed it."""
@@ -287,6 +309,10 @@ class StreamCopy:
     def failure(self) -> BaseException | None:
         """Why it could not be queued, or `None`."""
         return self._failure
+
+    def seconds(self) -> float | None:
+        """Between two events of the GPU."""
+        return None if self._failure else self._start.elapsed_time(self._end) / 1000
 
     def withdraw(self) -> None:
         """Nothing to do: a stream does not give back what is queued."""

@@ -143,6 +143,8 @@ class Placement:
         hop = "backup" if done.ticket.operation.tier == HOST else "load_back"
         if done.whole:
             self.metrics.copied_bytes[hop].add(done.ticket.nbytes)
+            if (seconds := done.ticket.copy.seconds()) is not None:
+                self.metrics.copy_seconds[hop].observe(seconds)
         else:
             self.metrics.copy_failures[hop].add()
 
