@@ -15,6 +15,8 @@ from cache_cases import (
     wrong_pages,
 )
 
+from hikv.cache.config import HiCacheConfig
+from hikv.cache.draft import Sidecar
 from hikv.cache.explain import TtftSplit
 from hikv.cache.hiradix import ANYONE, HiRadixCache
 from hikv.cache.node import HOST, Namespace
@@ -324,6 +326,20 @@ def test_pools_that_ride_along_move_together() -> None:
     assert cache.metrics.copy_seconds["backup"].count == 1
     assert cache.metrics.copy_seconds["backup"].sum > 0
     cache.check()
+
+
+def test_what_rides_along_may_lie_otherwise() -> None:
+    """Rows without heads beside a host pool in head groups, which they cannot be in."""
+    specs = {"kv": spec(4), "indexer": KVSpec(1, 1, 12, 4, torch.uint8, latent=True)}
+    device = DevicePool.empty(specs, "layer_first", 8)
+    config = HiCacheConfig(mem_layout="page_first_direct_group", load_back_threshold=0)
+    drafts = {"indexer": Sidecar("kv", layout="page_first")}
+    host = HostPool.beside(device, config, num_pages=8, drafts=drafts)
+    cache = HiRadixCache(device, host, config, after=None)
+    on_host(cache, list(range(20)))
+    serve(cache, list(range(20)))
+    assert cache.metrics.copied_bytes["load_back"].value == 5 * device.bytes_per_page
+    cache.close()
 
 
 def test_what_the_engine_measured_of_the_first_token_is_counted_at_release() -> None:

@@ -93,8 +93,7 @@ class HiRadixCache:
     ) -> None:
         self.config = config = (config or HiCacheConfig()).normalized()
         _refuse_storage(config)
-        for buffer in device.buffers.values():
-            config.check(buffer.spec)
+        config.check(next(iter(device.buffers.values())).spec)  # what rides along may lie otherwise
         check_components(device, host, components)
         self.device, self.host, self.page_size = device, host, device.page_size
         self.hybrid = Hybrid(device.page_size, components)
