@@ -35,6 +35,9 @@ class FakeEvent:
         event.handle = handle
         return event
 
+    def synchronize(self):
+        pass
+
     def record(self, stream):
         stream.notes.append(("record", self.handle))
 

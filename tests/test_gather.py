@@ -6,14 +6,17 @@ ranks run; the tests below look at what came of it.
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
+import math
 import os
 import signal
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from ranks import run_ranks
 
 from hikv.buffer import KVBuffer
 from hikv.cp.backends import HostBackend
+from hikv.cp.board import Board
 from hikv.cp.gather import ZeroSMGather
 from hikv.cp.group import TorchGroup
 from hikv.cp.plan import Request, plan_gather
@@ -235,7 +239,17 @@ def fail_in_every_way(group):
             raised[case] = f"{type(error).__name__}: {error}"
         return gather
 
-    def run(case, *, restore=(0, 1, 2), resident=None, pages=None, spoil=None, **options):
+    def run(
+        case,
+        *,
+        restore=(0, 1, 2),
+        resident=None,
+        pages=None,
+        spoil=None,
+        spoil_begin=False,
+        after=None,
+        **options,
+    ):
         gather = attempt(case, lambda pool: build(pool, group, **options))
         if gather is None:
             return
@@ -243,11 +257,13 @@ def fail_in_every_way(group):
 
         def batch(_):
             plan = plan_gather(gather.shards, [Request(pages, len(pages) * MHA.page_size)])
+            if spoil_begin:
+                gather._backend.begin = broken
             gather.begin(plan, resident=resident)
             if spoil is not None:
                 spoil(gather)
             for layer in restore:
-                gather.restored(layer)
+                gather.restored(layer, after=after)
             for layer in range(MHA.num_layers):
                 gather.wait(layer)
             gather.end()
@@ -269,6 +285,8 @@ def fail_in_every_way(group):
     run("plans", pages=np.arange(2, 20 + rank))
     run("said", spoil=lambda gather: gather.fail("out of tea") if rank else None)
     run("engine", **jam)
+    run("copies", spoil_begin=rank == 1)
+    run("fence", after=SimpleNamespace(synchronize=broken) if rank else None)
     run("capability", backend="p2p")
     run("unknown", backend="pigeon")
     run("mixed", backend="pigeon" if rank else "host")
@@ -281,7 +299,10 @@ def fail_in_every_way(group):
         ),
     )
     other = replace(MHA, num_layers=3 + rank)
-    attempt("memory", lambda pool: build_with_little_memory(pool, group, fails=rank == 1))
+    for step in ("obstacle", "export", "connect", "allocate", "steps"):
+        attempt(step, lambda pool, step=step: build_that_fails(pool, group, step if rank else None))
+    attempt("board", lambda pool: build_that_fails(pool, group, None if rank else "memory"))
+    attempt("endless", lambda pool: build(pool, group, timeout_s=math.nan if rank else TIMEOUT_S))
     attempt("geometry", lambda _: build(shared_pool(other)[1], group))
     attempt(
         "size",
@@ -292,15 +313,17 @@ def fail_in_every_way(group):
     return raised, left, before, resources()
 
 
-def build_with_little_memory(pool, group, fails):
-    """Building, where the scratch of this rank cannot be had if it `fails`."""
-    allocate = HostBackend.allocate
-    try:
-        if fails:
-            HostBackend.allocate = broken
+def build_that_fails(pool, group, step):
+    """Building, where `step` fails on this rank by an error that is not hikv's own."""
+    place = Board if step == "memory" else HostBackend
+    with pytest.MonkeyPatch.context() as patch:
+        if step is not None:
+            patch.setattr(place, step, no_files_left)
         return build(pool, group)
-    finally:
-        HostBackend.allocate = allocate
+
+
+def no_files_left(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def broken(*_):
@@ -409,13 +432,20 @@ SAME_ON_EVERY_RANK = {
     "plans": "GatherError: ranks 0 and 1 planned different batches",
     "said": "GatherError: rank 1: out of tea",
     "engine": "GatherError: rank 1: paper jam",
+    "copies": "GatherError: rank 1: paper jam",
+    "fence": "GatherError: rank 1: paper jam",
     "capability": "GatherError: back end 'p2p' cannot serve the group (rank 0: its pool is on cpu, "
     "not on a GPU; rank 1: its pool is on cpu, not on a GPU)",
     "unknown": "GatherError: back end 'pigeon' cannot serve the group (rank 0: there is no back",
     "mixed": "GatherError: back end 'host' cannot serve the group (rank 1: there is no back end "
     "'pigeon'",
     "private": "GatherError: back end 'host' cannot serve the group (rank 1: its pool is not in",
-    "memory": "GatherError: back end 'host' cannot serve the group (rank 1: paper jam)",
+    **{
+        step: "GatherError: back end 'host' cannot serve the group (rank 1: [Errno 24] Too many op"
+        for step in ("obstacle", "export", "connect", "allocate", "steps")
+    },
+    "board": "GatherError: back end 'host' cannot serve the group (rank 0: [Errno 24] Too many op",
+    "endless": "GatherError: back end 'host' cannot serve the group (rank 1: timeout_s is nan, not",
     "geometry": "ArgumentError: geometry: expected the same on every rank",
     "size": "GatherError: back end 'host' cannot serve the group (rank 0: its map is of 3 ranks",
 }
@@ -437,40 +467,3 @@ def test_a_killed_rank_is_told_by_the_others_in_one_voice(answers):
     heard = [answers[rank][1] for rank in (0, 2, 3)]
     assert heard[0] == heard[1] == heard[2]
     assert heard[0].startswith("rank 1 is gone; end the batch, close the gather on every rank")
-
-
-class Alone:
-    """A group of one."""
-
-    rank, size = 0, 1
-
-    def exchange(self, value):
-        return [value]
-
-
-def test_a_call_out_of_turn_is_refused():
-    _, pool = shared_pool(MHA)
-    gather = ZeroSMGather(pool, ShardMap(1, 4), Alone(), max_pages=2, backend="host")
-    plan = plan_gather(gather.shards, [Request([1, 2], 8)])
-    for call in (lambda: gather.wait(0), gather.restored, gather.end):
-        with pytest.raises(ArgumentError, match=r"expected begin\(\) first"):
-            call()
-    with pytest.raises(ArgumentError, match="expected a plan for ShardMap"):
-        gather.begin(plan_gather(ShardMap(2, 4), [Request([1, 2], 8)]))
-    assert gather.fits(plan)
-    assert not gather.fits(plan_gather(gather.shards, [Request([1, 2], 8, 1)]))
-    gather.begin(plan)
-    gather.restored()
-    for layer in (-1, 3):
-        with pytest.raises(ArgumentError, match=f"a layer in 0..2, got {layer}"):
-            gather.restored(layer)
-    with pytest.raises(ArgumentError, match="got a second one"):
-        gather.begin(plan)
-    with pytest.raises(ArgumentError, match="expected layer 0, got 1"):
-        gather.wait(1)
-    with pytest.raises(ArgumentError, match="expected layer 0, got 3"):
-        gather.end()
-    gather.close()
-    with pytest.raises(ArgumentError, match=r"got one after close\(\)"):
-        gather.begin(plan)
-    gather.close()

@@ -172,7 +172,9 @@ def test_there_is_nothing_to_choose_without_peers_or_room(monkeypatch):
 def test_the_fence_of_a_layer_lies_behind_what_restored_it(ranks):
     mine = ranks.pair[0]
     load, event = FakeStream(), FakeEvent(interprocess=True)
-    transfer = SimpleNamespace(wait_layer=lambda layer, stream: stream.wait_stream(("part", layer)))
+    transfer = SimpleNamespace(
+        synchronize=None, wait_layer=lambda layer, stream: stream.wait_stream(("part", layer))
+    )
     mine.restored(1, [load, event, transfer])
     assert mine._fence_stream.notes == [
         ("wait", load),

@@ -21,6 +21,7 @@ from hikv.cp.handles import BufferHandle, export_buffer, open_buffer
 from hikv.cp.plan import GatherPlan
 from hikv.cp.scratch import Slot
 from hikv.cp.shared_memory import attach, handle_of
+from hikv.errors import ArgumentError
 from hikv.kernels.copy_engine import descriptors
 from hikv.kernels.memcpy import Descriptors
 from hikv.plan import CopyPlan, plan_transfer
@@ -171,6 +172,21 @@ def layer_work(plans: Iterable[CopyPlan], layer: int) -> Descriptors:
     )
 
 
+def fences(after: Any) -> list[Any]:
+    """The streams, events and `Transfer`s in `after`; raises `ArgumentError` for anything else."""
+    several = after if isinstance(after, Iterable) else (after,)
+    found = [fence for fence in several if fence is not None]
+    for fence in found:
+        if not hasattr(fence, "synchronize"):
+            raise ArgumentError(
+                "after",
+                expected="a stream, an event, a Transfer, several of them, or None",
+                got=repr(fence),
+                remedy="pass what the restore ran on",
+            )
+    return found
+
+
 class HostBackend(DirectCopies):
     """Processes of one host over CPU memory that they share: `hikv.cp.shared_host_memory`.
 
@@ -214,8 +230,8 @@ class HostBackend(DirectCopies):
 
     def restored(self, layer: int, after: Any) -> None:
         """Wait here, if there is anything to wait for."""
-        if after is not None:
-            after.synchronize()
+        for fence in fences(after):
+            fence.synchronize()
 
     def release(self, slot: int, stream: Any) -> None:
         """Nothing: who calls has read the slot."""

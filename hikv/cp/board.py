@@ -118,6 +118,11 @@ class Board:
         return _lock(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, rank) != fcntl.F_UNLCK
 
 
+def reason(error: Exception) -> str:
+    """What the peers are told of `error`: its words, or its type where it has none."""
+    return str(error) or type(error).__name__
+
+
 def _lock(fd: int, command: int, kind: int, byte: int) -> int:
     """Run a lock command of fcntl(2) on one byte; the kind of lock that it reports."""
     # struct flock: l_type, l_whence, l_start, l_len, l_pid, padded to whole words.

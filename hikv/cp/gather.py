@@ -16,7 +16,9 @@ one `GatherError`, the group stays failed, and closing it frees everything.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 
 from hikv.buffer import KVBuffer
 from hikv.cp.backends import Group, Moved
+from hikv.cp.board import reason
 from hikv.cp.group import meet
 from hikv.cp.plan import GatherPlan
 from hikv.cp.report import GatherReport, LayerSpan
@@ -94,7 +97,7 @@ class ZeroSMGather:
         self._timeout_s = timeout_s
         self._slots = met.slots
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hikv-gather")
-        self._batch = 0
+        self._batch, self._next = 0, 0
         self._plan: GatherPlan | None = None
         self._pending: dict[int, Future[None]] = {}
         own_shard, rates = self._backend.own_shard or (None, {})
@@ -117,16 +120,19 @@ class ZeroSMGather:
 
         Args:
             plan: the same on every rank.
-            resident: bool per page of this rank's pool: it holds its KV, or will once `restored`.
+            resident: bool `[pages of this rank's pool]`: the page holds its KV, or will once
+                `restored`.
 
         Raises:
             ArgumentError: another page size or group, a page that its owner's pool does not have,
-                or a batch that has not ended.
-            CapacityError: more pages than `max_pages`. Like the above it is the same on every rank,
-                and nothing has begun.
-            GatherError: a page of this rank that is not resident, or an earlier failure.
+                or a batch that has not ended: the same on every rank. Also `resident` of another
+                kind. Nothing has begun.
+            CapacityError: more pages than `max_pages`, on every rank. Nothing has begun.
+            GatherError: a page of this rank that is not resident, copies that cannot be prepared,
+                or an earlier failure.
         """
         self._check(plan)
+        self._check_resident(resident)
         self._board.raise_verdict()
         self._batch += 1
         own = plan.local_pages[self._rank]
@@ -136,7 +142,8 @@ class ZeroSMGather:
             raise self._board.fail(
                 f"page {logical} is not resident: rank {self._rank} has no KV in its page {missing}"
             )
-        self._backend.begin(plan)
+        with self._heard():
+            self._backend.begin(plan)
         self._plan = plan
         self._table = torch.from_numpy(plan.page_table).to(self._slots[0].k.device)
         self._next = 0
@@ -150,11 +157,15 @@ class ZeroSMGather:
         """This rank's pages of `layer` (all layers: `None`) hold their KV once `after` has passed.
 
         Args:
-            after: what wrote them: on a GPU a stream, an event, or the `Transfer` of a load-back,
-                of which each layer waits for its own part; `None` where the bytes are there.
+            after: what wrote them: a stream, an event, or the `Transfer` of a load-back, of which
+                on a GPU each layer waits for its own part, or several; `None` where the bytes are
+                there.
 
         Every rank says this of every layer of every batch, also when nothing was to be restored:
         `after` is then the stream that wrote the pages last.
+
+        Raises `ArgumentError` outside a batch, for a layer that the pool lacks and for an `after`
+        of another kind, and `GatherError`, which every rank then raises, where `after` failed.
         """
         if self._plan is None:
             raise ArgumentError(
@@ -169,7 +180,8 @@ class ZeroSMGather:
                 remedy="count from the pool's first layer",
             )
         for index in layers if layer is None else (layer,):
-            self._backend.restored(index, after)
+            with self._heard(ArgumentError):
+                self._backend.restored(index, after)
             self._board.restored[self._rank, index] = self._batch
 
     def wait(self, layer: int, stream: torch.cuda.Stream | None = None) -> GatheredLayer:
@@ -180,7 +192,7 @@ class ZeroSMGather:
         waits only until the copies are queued. Raises `ArgumentError` for a layer out of turn,
         `GatherError` for a failed group.
         """
-        self._running(layer)
+        self._running(layer, self.spec.num_layers)
         if layer:
             # What reads the layer before is queued by now, so its slot may be filled again.
             self._backend.release((layer - 1) % NUM_SLOTS, stream)
@@ -198,7 +210,7 @@ class ZeroSMGather:
         Blocks until the slowest rank has gathered its last layer. Raises `GatherError` for a failed
         group, and `ArgumentError` while layers are outstanding.
         """
-        self._running(self.spec.num_layers)
+        self._running(self.spec.num_layers, self.spec.num_layers + 1)
         for slot in range(NUM_SLOTS):
             self._backend.release(slot, stream)
         self._backend.drain()
@@ -260,11 +272,34 @@ class ZeroSMGather:
                     remedy="plan with logical pages that the group's allocator gave",
                 )
 
-    def _running(self, layer: int) -> None:
-        if self._plan is None or layer != self._next:
+    def _check_resident(self, resident: np.ndarray | None) -> None:
+        pages = self._pool_pages[self._rank]
+        told = (getattr(resident, "shape", None), getattr(resident, "dtype", type(resident)))
+        if resident is not None and told != ((pages,), np.dtype(bool)):
+            raise ArgumentError(
+                "resident",
+                expected=f"a bool array of this rank's {pages} pages, or None",
+                got=f"{told[1]} of shape {told[0]}",
+                remedy="pass a numpy mask over the local pages, not a list of them",
+            )
+
+    @contextmanager
+    def _heard(self, *mended: type[Exception]) -> Iterator[None]:
+        """What this rank fails at, every rank raises, but for what its caller can mend."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the peers must hear of it
+            if isinstance(error, (GatherError, *mended)):
+                raise
+            raise self._board.fail(f"rank {self._rank}: {reason(error)}") from error
+
+    def _running(self, layer: int, stop: int) -> None:
+        """Refuse all but the next layer, which is below `stop`; `end` counts as one behind them."""
+        if self._plan is None or layer != self._next or layer >= stop:
+            due = "end()" if self._next >= stop else f"layer {self._next}"
             raise ArgumentError(
                 "layer",
-                expected="begin() first" if self._plan is None else f"layer {self._next}",
+                expected="begin() first" if self._plan is None else due,
                 got=layer,
                 remedy="wait for every layer of a batch in order, then end it",
             )
@@ -276,19 +311,15 @@ class ZeroSMGather:
     def _gather(self, layer: int, start_ns: int) -> None:
         """One layer, in the worker's thread."""
         board = self._board
-        try:
-            for rank in range(self.shards.num_ranks):
-                self._wait_for(rank, board.begun, "begin the batch")
-                if board.digest[rank] != board.digest[self._rank]:
-                    ranks = sorted((rank, self._rank))
-                    raise board.fail(f"ranks {ranks[0]} and {ranks[1]} planned different batches")
-                self._wait_for(rank, board.restored[:, layer], f"restore layer {layer}")
-            restored_ns = time.monotonic_ns()
+        for rank in range(self.shards.num_ranks):
+            self._wait_for(rank, board.begun, "begin the batch")
+            if board.digest[rank] != board.digest[self._rank]:
+                ranks = sorted((rank, self._rank))
+                raise board.fail(f"ranks {ranks[0]} and {ranks[1]} planned different batches")
+            self._wait_for(rank, board.restored[:, layer], f"restore layer {layer}")
+        restored_ns = time.monotonic_ns()
+        with self._heard():
             moved = self._backend.copy(layer, layer % NUM_SLOTS)
-        except GatherError:
-            raise
-        except Exception as error:  # whatever it is, the peers must hear of it
-            raise board.fail(f"rank {self._rank}: {error}") from error
         span = LayerSpan(layer, start_ns, restored_ns, time.monotonic_ns())
         self._count(span, moved)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,13 +11,13 @@ import torch.distributed as dist
 
 from hikv.buffer import KVBuffer
 from hikv.cp.backends import Backend, Group, HostBackend
-from hikv.cp.board import Board
+from hikv.cp.board import Board, reason
 from hikv.cp.nccl import NcclBackend
 from hikv.cp.peers import PeerBackend
 from hikv.cp.scratch import NUM_SLOTS, Slot, make_slot
 from hikv.cp.shard_map import ShardMap
 from hikv.cp.shared_memory import MemoryHandle
-from hikv.errors import ArgumentError, GatherError, HikvError
+from hikv.errors import ArgumentError, GatherError
 
 BACKENDS: dict[str, Callable[[bool], Backend]] = {
     "host": lambda allow_sm: HostBackend(),
@@ -97,21 +98,19 @@ def meet(
     """
     own = (shards, pool.spec.geometry, max_pages, allow_sm, pool.num_pages)
     mine = _Facts(None, backend, *own)
-    mover = BACKENDS[backend](allow_sm) if backend in BACKENDS else None
-    problem = _problem(mine, mover, pool, group)
-    keep = None
-    if mover is None or problem is not None:
-        mine = replace(mine, problem=problem)
-    else:
-        try:
+    mover, keep = None, None
+    try:
+        mover = BACKENDS[backend](allow_sm) if backend in BACKENDS else None
+        problem = _problem(mine, mover, pool, group, timeout_s)
+        if mover is not None and problem is None:
             export = mover.export(pool, group.rank, group.size)
             mine = replace(mine, place=mover.place(), export=export)
-        except (HikvError, RuntimeError) as error:  # torch raises the latter for CUDA's errors
-            mine = replace(mine, problem=str(error))
-        if group.rank == 0:
-            keep, handle = Board.memory(group.size, pool.spec.num_layers)
-            mine = replace(mine, board=handle)
-    facts: list[_Facts] = group.exchange(mine)
+            if group.rank == 0:
+                keep, handle = Board.memory(group.size, pool.spec.num_layers)
+                mine = replace(mine, board=handle)
+    except Exception as error:  # whatever it is, the peers must hear of it
+        problem = reason(error)
+    facts: list[_Facts] = group.exchange(replace(mine, problem=problem))
     _conclude([fact.problem for fact in facts], facts[0].backend)
     _same(facts)
     assert mover is not None
@@ -132,22 +131,23 @@ def _set_up(
     """Attach the board, reach the peers, allocate, and do the back end's steps, ranks abreast."""
     board: Board | None = None
     slots: list[Slot] = []
-    staging: Slot | None = None
+    steps: Sequence[Callable[[], None]] = ()
 
     def reach() -> None:
-        nonlocal board, slots, staging
+        nonlocal board, slots, steps
         assert facts[0].board is not None
         board = Board(facts[0].board, group.rank, group.size, pool.spec.num_layers)
         mover.connect([fact.export for fact in facts])
         slots = [make_slot(pool.spec, max_pages, mover.allocate) for _ in range(NUM_SLOTS)]
-        if pages := mover.staging_pages(max_pages):
-            staging = make_slot(pool.spec, pages, mover.allocate)
+        pages = mover.staging_pages(max_pages)
+        staging = make_slot(pool.spec, pages, mover.allocate) if pages else None
+        steps = mover.steps(slots, staging, group, timeout_s)
 
     try:
         _abreast(reach, group, mover.name)
-        for step in mover.steps(slots, staging, group, timeout_s):
+        for step in steps:
             _abreast(step, group, mover.name)
-    except HikvError:
+    except BaseException:  # an interrupt too must not leave this rank's lock and memory behind
         mover.close()
         if board is not None:
             board.close()
@@ -162,20 +162,24 @@ def _abreast(step: Callable[[], None], group: Group, backend: str) -> None:
     problem = None
     try:
         step()
-    except (HikvError, RuntimeError) as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the peers must hear of it
+        problem = reason(error)
     _conclude(group.exchange(problem), backend)
 
 
-def _problem(mine: _Facts, mover: Backend | None, pool: KVBuffer, group: Group) -> str | None:
+def _problem(
+    mine: _Facts, mover: Backend | None, pool: KVBuffer, group: Group, timeout_s: float
+) -> str | None:
     if mover is None:
         return f"there is no back end {mine.backend!r}, only {', '.join(BACKENDS)}"
     if mine.shards.num_ranks != group.size:
         return f"its map is of {mine.shards.num_ranks} ranks in a group of {group.size}"
     if mine.shards.page_size != pool.spec.page_size:
         return f"its map has pages of {mine.shards.page_size}, its pool of {pool.spec.page_size}"
-    if not isinstance(mine.max_pages, int) or mine.max_pages < 1:
+    if type(mine.max_pages) is not int or mine.max_pages < 1:
         return f"max_pages is {mine.max_pages!r}, not a positive int"
+    if not 0 < timeout_s < math.inf:
+        return f"timeout_s is {timeout_s!r}, not a finite number of seconds above 0"
     return mover.obstacle(pool)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from hikv.cp.backends import boot_id
-from hikv.errors import ArgumentError
+from hikv.cp.backends import boot_id, fences
 from hikv.kernels.memcpy import MemcpyDriver, memcpy_driver
 
 
@@ -37,20 +35,13 @@ class StreamOrder:
 
     def restored(self, layer: int, after: Any) -> None:
         """Record the layer's event behind `after`: a stream, an event, a `Transfer`, several."""
-        for fence in after if isinstance(after, Iterable) else (after,):
+        for fence in fences(after):
             if isinstance(fence, torch.cuda.Stream):
                 self._fence_stream.wait_stream(fence)
             elif isinstance(fence, torch.cuda.Event):
                 self._fence_stream.wait_event(fence)
-            elif hasattr(fence, "wait_layer"):
+            else:
                 fence.wait_layer(layer, self._fence_stream)
-            elif fence is not None:
-                raise ArgumentError(
-                    "after",
-                    expected="a stream, an event, a Transfer, several of them, or None",
-                    got=repr(fence),
-                    remedy="pass what the restore ran on",
-                )
         self._restored[layer].record(self._fence_stream)
 
     def release(self, slot: int, stream: torch.cuda.Stream | None) -> None:
