@@ -177,19 +177,25 @@ def read_table(path: Path) -> Table:
     return Table(header, {entry.key: entry for entry in entries})
 
 
-_KEY_TYPES = {"direction": str, "index_dtype": str}
+_WORDS = ("direction", "index_dtype")
+
+
+def _power_of_two(value: object) -> bool:
+    return type(value) is int and value > 0 and value & (value - 1) == 0
 
 
 def _entry(row: dict[str, Any]) -> Entry:
     rest = dict(row)
     key = Key(**{name: rest.pop(name) for name in Key._fields})
     for name, value in key._asdict().items():
-        if type(value) is not _KEY_TYPES.get(name, int):
+        if not (type(value) is str if name in _WORDS else _power_of_two(value)):
             raise ValueError(f"{name} is {value!r}")
     path, quota, config = rest.pop("path"), rest.pop("block_quota"), dict(rest.pop("config"))
     space = SPACE.get(path, {})
+    if config and config.keys() != space.keys() - {"block_quota"}:
+        raise ValueError(f"{path} has other fields than {sorted(config)}")
     for name, value in {"block_quota": quota, **config}.items():
-        if value not in space.get(name, ()):
+        if type(value) is not int or value not in space.get(name, ()):
             raise ValueError(f"{path} with {name} {value!r} is outside the space of choices")
     if type(rest.get("piece_bytes")) not in (int, type(None)):
         raise ValueError(f"piece_bytes is {rest['piece_bytes']!r}")

@@ -23,7 +23,8 @@ from hikv.tables import HARD, SOFT, Entry, Key, Table, identity, read_table, wri
 from hikv.tuning import Choice, Tuned, choose, key_of, load, rounded_key
 
 KEY = Key("h2d", 1024, 4096, 1024, 16)
-ENTRY = Entry(KEY, "sm", 4, {"num_warps": 8, "loads": 16}, {"gbps": {"p50": 50.0}})
+CONFIG = {"num_warps": 8, "loads": 16, "streaming": 0}
+ENTRY = Entry(KEY, "sm", 4, CONFIG, {"gbps": {"p50": 50.0}})
 
 
 def table(*entries: Entry, **header) -> Table:
@@ -110,12 +111,19 @@ def test_a_foreign_file_is_reported_and_never_used(file, text):
     [
         ("direction", 3),
         ("run_bytes", "1024"),
+        ("run_bytes", 0),
+        ("layout_run", -64),
+        ("num_runs", 3),
         ("num_runs", 1.5),
         ("vector_bytes", True),
         ("path", "warp"),
         ("block_quota", 5000),
         ("block_quota", 0),
-        ("config", {"num_warps": 7}),
+        ("block_quota", True),
+        ("block_quota", 8.0),
+        ("config", {**CONFIG, "num_warps": 7}),
+        ("config", {"num_warps": 8}),
+        ("config", {**CONFIG, "block_quota": 4}),
         ("piece_bytes", "1 KiB"),
         ("config", {"stages": 3}),
         ("config", 5),
