@@ -82,7 +82,7 @@ def _loops(plan: CopyPlan, part: PartPlan) -> tuple[Loop, ...]:
 def _best(loops: tuple[Loop, ...], max_pitch: int, longest: int) -> list[Shape]:
     """The shapes with the fewest boxes of a page, and of a stretch of up to `longest` pages."""
     found: dict[bool, Shape] = {}
-    for joined in (_merged(loops), loops):
+    for joined in _joined(loops):
         for shape in _shapes(joined, max_pitch, longest):
             best = found.setdefault(shape.joins_pages, shape)
             if shape.each < best.each:
@@ -90,19 +90,20 @@ def _best(loops: tuple[Loop, ...], max_pitch: int, longest: int) -> list[Shape]:
     return [found[joins] for joins in sorted(found)]
 
 
-def _merged(loops: Sequence[Loop]) -> list[Loop]:
-    """`loops` with neighbours joined where the outer one continues the inner on both sides."""
-    merged = [loops[-1]]
-    for outer in reversed(loops[:-1]):
-        inner = merged[-1]
-        strides = ((outer.src_stride, inner.src_stride), (outer.dst_stride, inner.dst_stride))
-        if inner.axis != PAGE and all(o and i and o == inner.size * i for o, i in strides):
-            merged[-1] = Loop(
-                outer.axis, inner.size * outer.size, inner.src_stride, inner.dst_stride
-            )
-        else:
-            merged.append(outer)
-    return merged[::-1]
+def _joined(loops: Sequence[Loop]) -> Iterator[list[Loop]]:
+    """Every way to join neighbours where the outer one continues the inner on both sides.
+
+    What is joined is longer; what is not may be rows and layers.
+    """
+    if len(loops) == 1:
+        yield [*loops]
+        return
+    *rest, outer, inner = loops
+    strides = ((outer.src_stride, inner.src_stride), (outer.dst_stride, inner.dst_stride))
+    if inner.axis != PAGE and all(o and i and o == inner.size * i for o, i in strides):
+        both = Loop(outer.axis, inner.size * outer.size, inner.src_stride, inner.dst_stride)
+        yield from _joined([*rest, both])
+    yield from ([*others, inner] for others in _joined([*rest, outer]))
 
 
 def _shapes(loops: Sequence[Loop], max_pitch: int, longest: int) -> Iterator[Shape]:

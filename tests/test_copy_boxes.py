@@ -17,6 +17,7 @@ from cases import (
     engine_forms,
     gaps,
     head_specs,
+    heads_first,
     latent_specs,
     per_layer,
     wide_specs,
@@ -166,6 +167,23 @@ def test_consecutive_pages_share_boxes(src, dst, count, extents):
     found = boxes(plan).boxes
     assert len(found) == num_boxes(plan) == count
     assert {(int(b["depth"]), int(b["height"]), int(b["width"])) for b in found} == {extents}
+
+
+def test_loops_are_joined_only_as_far_as_it_pays():
+    """Heads before tokens, in groups of 2 on one side and of 6 on the other."""
+    spec, coarse = (
+        KVSpec(1, 12, 20, 3, torch.uint8, head_group=group, v_head_dim=16) for group in (2, 6)
+    )
+    rows = [np.zeros((13, 1, 3, 12, width), np.uint8) for width in (20, 16)]
+    pool = heads_first(spec, rows, lambda tensor: tensor).buffer
+    plan = plan_transfer(pool, KVBuffer.empty(coarse, "page_unified", 13), [4, 5, 6], [7, 8, 9])
+    found = boxes(plan).boxes
+    # The heads of a group of 6 are the rows, and for V pages the layers: 1296 B is a multiple of a
+    # row of 16 B, not of one of 20 B. Were groups joined to pages too, V would have 18 boxes.
+    k, v = (found[found["width"] == width] for width in (20, 16))
+    assert {(int(b["depth"]), int(b["height"])) for b in k} == {(1, 6)}
+    assert {(int(b["depth"]), int(b["height"])) for b in v} == {(3, 6)}
+    assert (len(k), len(v)) == (3 * 2 * 3, 2 * 3)
 
 
 @pytest.mark.parametrize("host", ORDERS)
