@@ -116,4 +116,6 @@ def _link(gpu: dict[str, Any]) -> str:
     kind = gpu["link"]
     if kind == "pcie":
         kind = f"PCIe {gpu['pcie_generation']} x{gpu['pcie_width']}"
+    if gpu["link_gbps"] is None:
+        return f"{kind}, of a generation whose rate is not known here"
     return f"{kind}, {gpu['link_gbps']:.1f} GB/s in theory, each way"

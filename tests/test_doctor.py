@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from fake_machine import GPU
@@ -57,6 +58,23 @@ def test_a_table_of_other_sources_is_not_used_and_told(tuned_dir):
     (line, warning) = told(doctor.examine())
     assert line.startswith("tuned     none")
     assert "ignored: it is for source 'another'" in warning
+
+
+@pytest.mark.parametrize(
+    ("known", "line"),
+    [
+        ({}, "link      PCIe 5 x16, 63.0 GB/s in theory, each way"),
+        (
+            {"pcie_generation": 7, "link_gbps": None},
+            "link      PCIe 7 x16, of a generation whose rate is not known here",
+        ),
+        ({"link": None, "unanswered": "no NVML"}, "link      unknown: no NVML"),
+        ({"link": None}, "link      unknown: the GPU does not tell"),
+    ],
+)
+def test_the_link_is_told_as_far_as_it_is_known(tuned_dir, monkeypatch, known, line):
+    monkeypatch.setattr(doctor, "device_info", lambda: replace(GPU, **known))
+    assert line in doctor.describe(doctor.examine()).splitlines()
 
 
 def test_a_host_without_a_gpu_has_no_line_for_tables(monkeypatch):
