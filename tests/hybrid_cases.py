@@ -210,3 +210,9 @@ def on_host(cache: HiRadixCache, tokens: Sequence[int]) -> None:
     settle(cache)
     cache.evict(cache.device.num_pages)
     assert cache.match_prefix(tokens).device_len == 0
+
+
+def lose(cache: HiRadixCache, name: str, tier: str | None = None) -> None:
+    """Evict all of a component, from both tiers or one."""
+    for each in ("device", "host") if tier is None else (tier,):
+        cache.evict(64, each, name)

@@ -18,6 +18,7 @@ from hybrid_cases import (
     entries,
     forward,
     hybrid_cache,
+    lose,
     on_host,
     proved,
     publish,
@@ -29,15 +30,8 @@ from hikv.cache.hiradix import ANYONE
 from hikv.cache.holding import ABSENT
 from hikv.cache.node import DEVICE, HOST, Namespace
 from hikv.cache.requests import Lengths, LoadBack
-from hikv.errors import CapacityError
 
 TEN = list(range(10))
-
-
-def lose(cache, tokens, name: str, tier: str | None = None) -> None:
-    """Evict all of a component, from both tiers or one."""
-    for each in ("device", "host") if tier is None else (tier,):
-        cache.evict(64, each, name)
 
 
 def test_three_cached_pages_come_back_in_new_slots_for_target_and_draft() -> None:
@@ -92,7 +86,7 @@ def test_full_kv_without_the_rest_is_no_hit(name, usable, tiers) -> None:
     cache = hybrid_cache(load_back_threshold=100)
     serve(cache, TEN)
     settle(cache)
-    lose(cache, TEN, name, tiers)
+    lose(cache, name, tiers)
     assert cache.tree.match(ANYONE, TEN).device_len == 10
     request = cache.acquire("r", TEN)
     explanation = cache.explain("r")
@@ -126,13 +120,15 @@ def test_the_usable_prefix_is_where_all_components_agree() -> None:
     assert cache.match_prefix(TEN).device_len == 10
     assert cache.match_prefix(TEN, limit=9).device_len == 4
     holder = cache.acquire("holder", TEN[:4])
-    lose(cache, TEN, "swa")
+    lose(cache, "swa")
     assert entries(cache, "swa", TEN, DEVICE) == [1, 2, 3], "in use: the window before 4"
     assert cache.match_prefix(TEN).device_len == 4
     request = cache.acquire("r", TEN)
     assert (request.lengths.device_len, request.unusable_len) == (4, 6)
     assert set(request.missing) == {"swa", "state"}
     assert holder.lengths.device_len == 4
+    assert cache.pin(TEN, seconds=60) == 4
+    assert cache.evict(16) == 6, "what nobody can use is not protected"
     proved(cache)
 
 
@@ -153,7 +149,7 @@ def test_a_tombstone_revives_from_the_request_that_computes_it_again() -> None:
     cache = hybrid_cache(kv=(20, 20))
     serve(cache, TEN)
     settle(cache)
-    lose(cache, TEN, "swa")
+    lose(cache, "swa")
     assert entries(cache, "state", TEN, DEVICE) == [], "a state without its window is of no use"
     assert cache.match_prefix(TEN) == Lengths(0, 0, 0, None, 10)
     request = admit(cache, TEN)
@@ -173,7 +169,7 @@ def test_an_internal_node_loses_its_window_and_state_and_keeps_its_kv() -> None:
     serve(cache, TEN)
     settle(cache)
     cache.acquire("holder", TEN)
-    lose(cache, TEN, "swa", "device")
+    lose(cache, "swa", "device")
     assert entries(cache, "swa", TEN, DEVICE) == [7, 8, 9]
     assert entries(cache, "state", TEN, DEVICE) == [9]
     assert cache.tree.match(ANYONE, TEN).device_len == 10
@@ -184,67 +180,6 @@ def test_an_internal_node_loses_its_window_and_state_and_keeps_its_kv() -> None:
     cache.allocate("r", 5)
     request.wait()
     read_hit(cache, request, 5)
-    proved(cache)
-
-
-def test_what_no_boundary_at_the_end_needs_leaves_first() -> None:
-    cache = hybrid_cache()
-    serve(cache, TEN)
-    settle(cache)
-    assert cache.evict(2, "device", "swa") == 2
-    assert entries(cache, "swa", TEN, DEVICE) == list(range(2, 10))
-    assert cache.evict(5, "device", "swa") == 5
-    assert cache.match_prefix(TEN).device_len == 10
-    assert entries(cache, "state", TEN, DEVICE) == [9]
-    assert cache.evict(1, "device", "swa") == 3, "a broken window goes as a whole"
-    assert entries(cache, "state", TEN, DEVICE) == []
-    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
-    proved(cache)
-
-
-def test_a_leaf_that_leaves_takes_everything_along() -> None:
-    cache = hybrid_cache()
-    serve(cache, TEN)
-    settle(cache)
-    cache.evict(16)
-    stats = cache.stats()
-    assert (stats["device_free"], stats["swa_device_free"], stats["state_device_free"]) == (
-        16,
-        16,
-        8,
-    )
-    cache.evict(32, "host")
-    stats = cache.stats()
-    assert (stats["host_free"], stats["swa_host_free"], stats["state_host_free"]) == (32, 32, 16)
-    assert list(cache.tree.nodes()) == []
-    proved(cache)
-
-
-def test_the_least_recently_used_window_leaves_first() -> None:
-    cache = hybrid_cache(states=None)
-    for start in (0, 100, 200):
-        serve(cache, list(range(start, start + 3)))
-    settle(cache)
-    serve(cache, [0, 1, 2])
-    cache.evict(1, "device", "swa")
-    assert entries(cache, "swa", [100, 101, 102], DEVICE) == []
-    assert entries(cache, "swa", [0, 1, 2], DEVICE) == [0, 1, 2]
-    proved(cache)
-
-
-def test_a_request_keeps_its_window_and_state_and_no_more() -> None:
-    cache = hybrid_cache()
-    serve(cache, TEN)
-    settle(cache)
-    request = cache.acquire("r", TEN)
-    assert cache.evict(64, "device", "swa") == 7
-    assert cache.evict(64, "device", "state") == 0
-    assert entries(cache, "swa", TEN, DEVICE) == [7, 8, 9]
-    cache.allocate("r", 10)
-    request.wait()
-    read_hit(cache, request, 10)
-    cache.release("r")
-    assert cache.evict(64, "device", "state") == 1
     proved(cache)
 
 
@@ -269,104 +204,6 @@ def test_duplicates_come_back_pool_by_pool() -> None:
         12,
         7,
     )
-    proved(cache)
-
-
-def test_a_quota_ends_at_a_boundary_that_has_a_state() -> None:
-    """States at 4 and 10, all on the host: 6 tokens of quota reach the first."""
-    cache = hybrid_cache()
-    serve(cache, TEN[:4])
-    on_host(cache, TEN)
-    request = cache.acquire("r", TEN)
-    assert request.lengths.host_len == 10
-    assert cache.load_back("r", quota=3) == LoadBack("recompute", 0, ("gpu_quota",))
-    assert cache.load_back("r", quota=6) == LoadBack("loading", 4, ("gpu_quota",))
-    cache.allocate("r", 10)
-    request.wait()
-    read_hit(cache, request, 4)
-    assert cache.explain("r").left_len == 6
-    proved(cache)
-
-
-def test_a_span_too_short_to_load_leaves_what_the_gpu_has() -> None:
-    """KV to 4 is on the GPU, its state on the host; 6 more pages of KV are below the threshold."""
-    cache = hybrid_cache(load_back_threshold=7)
-    serve(cache, TEN[:4])
-    serve(cache, TEN)
-    settle(cache)
-    cache.evict(1)
-    lose(cache, TEN, "state", "device")
-    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
-    request = cache.acquire("r", TEN)
-    assert cache.load_back("r") == LoadBack("loading", 4, ("load_back_threshold",))
-    cache.allocate("r", 10)
-    request.wait()
-    read_hit(cache, request, 4)
-    proved(cache)
-
-
-def test_without_room_for_a_window_nothing_is_loaded() -> None:
-    cache = hybrid_cache(swa=(4, 16))
-    on_host(cache, TEN[:4])
-    cache.acquire("other", [50, 51])
-    cache.allocate("other", 2)
-    request = cache.acquire("r", TEN[:4])
-    assert cache.load_back("r") == LoadBack("defer", 0, ("locked",))
-    assert (request.lengths.loaded_len, request.states) == (0, {})
-    cache.cancel("other")
-    assert cache.load_back("r").loaded_len == 4
-    cache.release("r")
-    settle(cache)
-    proved(cache)
-
-
-def test_admission_counts_every_pool() -> None:
-    """12 tokens, 10 of them on the host with 3 window pages and a state; then less and less."""
-    cache = hybrid_cache()
-    on_host(cache, TEN)
-    cache.acquire("r", [*TEN, 10, 11])
-    cost = cache.admission_cost("r")
-    assert (cost.load_len, cost.extend_len) == (10, 2)
-    assert cost.pages == {"kv": 12, "indexer": 12, "swa": 3 + 2, "state": 2}
-    assert cost.available == {"kv": 16, "indexer": 16, "swa": 16, "state": 8}
-    assert cost.fits
-    cache.load_back("r")
-    assert cache.admission_cost("r").pages == {"kv": 2, "indexer": 2, "swa": 2, "state": 0}
-    cache.allocate("r", 12)
-    assert set(cache.admission_cost("r").pages.values()) == {0}
-    cache.release("r")
-    settle(cache)
-    lose(cache, TEN, "state", "device")
-    cache.acquire("again", [*TEN, 10, 11])
-    cost = cache.admission_cost("again")
-    assert cost.pages == {"kv": 2, "indexer": 2, "swa": 2, "state": 2}, "the KV is there already"
-    proved(cache)
-
-
-def test_room_for_computing_that_is_not_there_changes_nothing() -> None:
-    cache = hybrid_cache(swa=(4, 8))
-    request = cache.acquire("r", TEN)
-    with pytest.raises(CapacityError, match="'swa'") as error:
-        cache.allocate("r", 10)
-    assert (error.value.required, error.value.available) == (10, 4)
-    assert (request.pages.size, request.states) == (0, {})
-    assert cache.stats()["device_free"] == 16
-    proved(cache)
-
-
-def test_a_prompt_enters_chunk_by_chunk_in_a_window_pool_smaller_than_it() -> None:
-    """The window's passed pages are the tree's after each insert, and make the room."""
-    cache = hybrid_cache(swa=(6, 6))
-    request = cache.acquire("r", TEN)
-    for start, end in ((0, 3), (3, 6), (6, 9), (9, 10)):
-        cache.allocate("r", end)
-        request.wait()
-        forward(cache, request, TEN[:end], start, None)
-        assert publish(cache, request, TEN[:end]).inserted_len == end
-        assert cache.match_prefix(TEN[:end]).device_len == end
-        settle(cache)
-        proved(cache)
-    cache.release("r")
     proved(cache)
 
 

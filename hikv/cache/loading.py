@@ -18,7 +18,7 @@ class Loader:
     def __init__(self, ledger: Ledger, events: EventStream, config: HiCacheConfig) -> None:
         self.ledger, self.events = ledger, events
         self.placement, self.hybrid, self.shares = ledger.placement, ledger.hybrid, ledger.shares
-        self._threshold = config.load_back_threshold
+        self._least = -(-config.load_back_threshold // self.hybrid.page_size)  # pages that pay
 
     def load_back(self, request: Request, quota: int | None) -> LoadBack:
         """`HiRadixCache.load_back`, for a request that may load.
@@ -77,7 +77,7 @@ class Loader:
     def _goal(self, node: Node, have: int, cap: int) -> int:
         """The boundary to load up to, at most `cap` pages: one that pays, or needs no full KV."""
         goal = self.hybrid.boundary(node, cap, DEVICE, HOST).pages
-        if goal > have and (goal - have) * self.hybrid.page_size < self._threshold:
+        if 0 < goal - have < self._least:
             goal = self.hybrid.boundary(node, have, DEVICE, HOST).pages
         return goal
 

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import dropwhile, takewhile
 
+import numpy as np
+
 from hikv.cache.allocator import PageIds
 from hikv.cache.cargo import Cargo
 from hikv.cache.controller import Acknowledged, Controller, Ticket
@@ -91,7 +93,7 @@ class Placement:
                 node = self.tree.victim(tier, wanted) if trail is None else trail.victim(tier)
                 if node is None:
                     break
-                if tier == DEVICE and self._save(node, trail):
+                if tier == DEVICE and self._save(node, wanted, trail):
                     leaving.append(node)
                     pending += node.num_pages if trail is None else trail.need
                 else:
@@ -162,17 +164,16 @@ class Placement:
     def _deserves(self, node: Node) -> bool:
         return node.hit_count >= self._uses
 
-    def _save(self, node: Node, trail: Trail | None) -> bool:
-        """Whether a copy of the victim `node` is on its way now; what may leave of it is locked
+    def _save(self, node: Node, wanted: int, trail: Trail | None) -> bool:
+        """Whether a copy of what leaves of the victim `node` is on its way now; that is locked
         then."""
-        trails = self.hybrid.trails.values() if trail is None else (trail,)
-        saved = trail is not None or node.pages[HOST] is not None
-        if not self._deserves(node) or (
-            saved and not any(each.unsaved(node).size for each in trails)
-        ):
-            return False
-        started = self._back_up(node.path(), ahead=False)
-        return started if trail is None else trail.copies(node)
+        if trail is not None:
+            leaving = trail.leaving(node, DEVICE, wanted)
+            done = not np.isin(trail.unsaved(node), leaving).any()
+        else:
+            lack = any(each.unsaved(node).size for each in self.hybrid.trails.values())
+            done = node.pages[HOST] is not None and not lack
+        return not done and self._deserves(node) and self._back_up(node.path(), ahead=False)
 
     def _back_up(self, path: list[Node], ahead: bool) -> bool:
         """Copy what the host lacks of `path`, evicting for it; or `ahead` of need as much of it as

@@ -190,11 +190,6 @@ class Trail:
         lacking = holding.there(DEVICE, where=where) & ~holding.there(HOST, where=where)
         return first + np.flatnonzero(lacking)
 
-    def copies(self, node: Node) -> bool:
-        """Whether entries of `node` are on their way to the host."""
-        holding = self.of(node)
-        return holding is not None and holding.arriving[HOST] is not None
-
     def split(self, upper: Node, lower: Node) -> None:
         """Divide what `lower` held before `upper` took its first pages."""
         whole = self.of(lower)
