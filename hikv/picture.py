@@ -81,6 +81,22 @@ def pyplot() -> Any:
     return plt
 
 
+def check_picture(path: Path) -> None:
+    """Refuse before the work a picture that could not be drawn after it; raises `ArgumentError`."""
+    check_file("--plot", path)
+    pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ArgumentError(
+            "--plot",
+            expected=f"a name that ends in one of {', '.join(sorted(formats))}",
+            got=path,
+            remedy="name it .png or .svg",
+        )
+
+
 def check_file(option: str, path: Path) -> None:
     """Refuse before the work a file that could not be written after it; raises `ArgumentError`."""
     folder = path.absolute().parent

@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from hikv.console import until_reader_leaves
 from hikv.errors import HikvError
 
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m perf") -> 
     args = parser.parse_args(argv)
     try:
         code: int = args.run(args)
-    except HikvError as error:
+    except (HikvError, torch.OutOfMemoryError) as error:
         print(f"{prog} {args.command}: {error}", file=sys.stderr)
         return 2
     return code

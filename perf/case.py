@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -139,6 +140,19 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """`"2,32"` as numbers of at least 1, each once, for argparse."""
+    return tuple(dict.fromkeys(positive(item) for item in text.split(",")))
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    number = float(text)  # argparse words its ValueError
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
+    return number
 
 
 def head_grids(text: str) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 from hikv.measure import Candidate, measure
 
 from .baselines import copy_every_run, index_and_copy
-from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, positive
+from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, positive, positive_number
 from .cta import ceiling_candidate, figures
 from .machine import Machine, Workload, workload
 from .output import (
@@ -46,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ways", type=parse_ways, default=WAYS, metavar="PATH@CTAS,…", help=f"default {WAYS}")
     add("--rounds", type=positive, default=10, metavar="N", help="timed runs, default 10")
-    add("--seconds", type=float, default=2.0, metavar="S", help="at most, a case; default 2")
+    add(
+        "--seconds",
+        type=positive_number,
+        default=2.0,
+        metavar="S",
+        help="at most, a case; default 2",
+    )
     add_output_options(parser)
     parser.set_defaults(heads="8:4", tokens=128)
 

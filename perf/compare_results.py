@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .case import positive_number
 from .output import Column, Table, header_lines, terminal_text
 from .show import load, tables_of
 
@@ -18,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=name.upper(), help="written by --json")
     parser.add_argument(
-        "--threshold", type=float, default=0.05, metavar="SHARE", help="least change, default 0.05"
+        "--threshold",
+        type=positive_number,
+        default=0.05,
+        metavar="SHARE",
+        help="least change, default 0.05",
     )
 
 

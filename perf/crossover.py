@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from hikv.device import device_info
+from hikv.errors import ArgumentError
 from hikv.measure import measure
 from hikv.spec import KVSpec
 
-from .case import DIRECTIONS, Case, positive
+from .case import DIRECTIONS, Case, positive, positives
 from .cta import ceiling_candidate, default_in_flight, figures
 from .machine import Machine, workload
 from .model import (
@@ -46,21 +47,24 @@ Row = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `perf crossover`."""
     add = parser.add_argument
-    add("--page-bytes", type=_numbers, default=PAGE_BYTES, metavar="N,…", help="bytes of a run")
-    add("--runs", type=_numbers, default=RUNS, metavar="N,…", help=f"runs a copy, default {RUNS}")
+    add("--page-bytes", type=positives, default=PAGE_BYTES, metavar="N,…", help="bytes of a run")
+    add("--runs", type=positives, default=RUNS, metavar="N,…", help=f"runs a copy, default {RUNS}")
     add("--ways", type=parse_ways, default=WAYS, metavar="PATH@CTAS,…", help=f"default {WAYS}")
     add("--rounds", type=positive, default=10, metavar="N", help="timed runs, default 10")
     add_output_options(parser)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(positive(item) for item in text.split(",")))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables; 1 if any byte was wrong."""
     check_output_options(args)
     cases = list(grid(args.page_bytes, args.runs))
+    if not cases:
+        raise ArgumentError(
+            "--runs",
+            expected=f"a copy of at most {MAX_COPY_BYTES >> 20} MiB among the sizes and runs",
+            got=f"none of {args.page_bytes} B × {args.runs}",
+            remedy="pass fewer runs or shorter ones",
+        )
     if device_info() is None:
         report, rows = predicted_report(cases, args.ways)
     else:

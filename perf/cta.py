@@ -21,7 +21,7 @@ from hikv.kernels.relayout import default_config
 from hikv.measure import Candidate, Measurement, measure
 from hikv.transfers import PATHS
 
-from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, positive
+from .case import DIRECTIONS, Case, add_case_options, cases_from, counted, positive, positives
 from .compiler_table import COMPILERS, compiler_table, outcome, variant
 from .cta_tables import detail_table, host_table, predicted_table, summary_table
 from .machine import Machine, Workload, one_piece, workload
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `perf cta`."""
     add_case_options(parser)
     add = parser.add_argument
-    add("--quotas", type=_quotas, default="2,32", metavar="N,…", help="CTAs, default 2,32")
+    add("--quotas", type=positives, default="2,32", metavar="N,…", help="CTAs, default 2,32")
     add("--path", choices=tuple(PATHS), default="sm", help="default sm")
     add("--target", default="sm_90", help="without a GPU: sm_90 or another to compile for")
     add(
@@ -247,7 +247,3 @@ def figures(result: Measurement) -> dict[str, Any]:
         # What a caller gets: a copy is over when it is submitted and its bytes are there.
         "gbps_served": min(gbps, result.timing.nbytes / submit / 1e9) if submit else gbps,
     }
-
-
-def _quotas(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(positive(item) for item in text.split(",")))

@@ -18,12 +18,13 @@ from hikv.device import device_info, probe_failure
 from hikv.errors import PathUnavailable
 from hikv.spec import KVSpec
 
-from .case import DTYPES, positive
+from .case import DTYPES, positive, positives
 from .gather_places import Work
 from .gather_ranks import HIKV, rank_row
 from .output import Column, Report, Table, add_output_options, check_output_options
 from .plot import Series, present
 from .ranks import run_ranks
+from .room import check_room
 
 TOKENS = {"cpu": 16_384, "gpu": 131_072}
 LAYERS = 8
@@ -32,7 +33,7 @@ LAYERS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `perf gather`."""
     add = parser.add_argument
-    add("--ranks", type=_ranks, default=(2, 4), metavar="N,…", help="processes, default 2,4")
+    add("--ranks", type=positives, default=(2, 4), metavar="N,…", help="processes, default 2,4")
     add("--backend", choices=("host", "p2p", "nccl"), help="default p2p on GPUs, else host")
     add("--tokens", type=positive, metavar="N", help="of the prefix, default 16384, 131072 on GPUs")
     add("--page", type=positive, default=64, metavar="TOKENS", help="tokens a page, default 64")
@@ -67,7 +68,12 @@ def work_of(args: argparse.Namespace, num_ranks: int) -> Work:
     if backend != "host" and device_info() is None:
         raise PathUnavailable(backend, str(probe_failure()), remedy="use --backend host")
     if backend == "host":
-        return Work(spec, args.tokens or TOKENS["cpu"], args.rounds)
+        work = Work(spec, args.tokens or TOKENS["cpu"], args.rounds)
+        # The pools hold twice the prefix; every rank gathers two layers, and one more by the rival.
+        batch = spec.pages_for(work.tokens) * spec.bytes_per_page
+        remedy = "pass fewer --tokens, --layers or --ranks"
+        check_room(2 * batch + 3 * num_ranks * batch // spec.num_layers, remedy)
+        return work
     count = max(1, torch.cuda.device_count())
     gpus = tuple(rank % count for rank in range(num_ranks))
     tokens = args.tokens or TOKENS["gpu"]
@@ -172,7 +178,3 @@ def _series(rows: Sequence[dict[str, Any]]) -> list[Series]:
         )
         for way in ways
     ]
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    return tuple(positive(item) for item in text.split(","))

@@ -82,7 +82,7 @@ class Bench:
                 places = torch.from_numpy(self.plan.block(owner)).to(self.place.device)
                 for kv, tensor in enumerate((gathered.k, gathered.v)):
                     if tensor is not None:
-                        found = tensor[places].view(torch.uint8).view(len(places), -1)
+                        found = tensor[places].view(torch.uint8).view(len(places), slab)
                         held = pattern(owner, pages, layer, kv, slab, self.place.device)
                         wrong += int((found != held).sum())
 

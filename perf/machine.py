@@ -38,6 +38,7 @@ from hikv.transfers import Transfer, obstacle, transfer
 
 from .case import Case, sides
 from .duet import Duet, play
+from .room import check_room
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Machine:
                 self._memory[side] = self._allocate(side, nbytes)
 
     def _allocate(self, side: str, nbytes: int) -> torch.Tensor:
+        if side == "host" or not self.has_gpu:
+            check_room(nbytes, "pass fewer --tokens, --layers or heads")
         if side == "host" and self.has_gpu:
             return allocate_pinned(nbytes, page_bytes=nbytes).tensor
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -10,6 +10,7 @@ import argparse
 import json
 from typing import Any
 
+from .case import positive_number
 from .output import Column, Table
 from .player import Player, Row
 from .replay import add_model_options, estimate_of, model_note
@@ -29,8 +30,14 @@ ROUNDS = (1, 2)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `perf matrix`."""
     add = parser.add_argument
-    add("--sets", default=",".join(SETS), metavar="NAME,…", help=f"default {','.join(SETS)}")
-    add("--gpu-share", type=float, default=0.4, help="GPU pages a block of the set, default 0.4")
+    names = ",".join(SETS)
+    add("--sets", type=_sets, default=names, metavar="NAME,…", help=f"default {names}")
+    add(
+        "--gpu-share",
+        type=positive_number,
+        default=0.4,
+        help="GPU pages a block of the set, default 0.4",
+    )
     add("--host-ratio", type=float, default=2.0, help="host pages a GPU page, default 2")
     add("--json", action="store_true", help="one JSON object a row, instead of the table")
     add_model_options(parser)
@@ -38,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one row a set, configuration and round. A wrong byte raises `HikvError`."""
-    rows = [row for name in args.sets.split(",") for row in play_set(name, args)]
+    rows = [row for name in args.sets for row in play_set(name, args)]
     if args.json:
         for row in rows:
             print(json.dumps(row))
@@ -60,11 +67,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sets(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(WORKLOADS)}, got {unknown[0]!r}")
+    return names
+
+
 def play_set(name: str, args: argparse.Namespace) -> list[Row]:
     """Both rounds of one set under every configuration."""
     workload, rows = make_workload(name), []
-    longest = max(len(a.prompt) + len(a.output) for a in workload.arrivals)
-    pages = max(longest, int(workload.blocks * args.gpu_share))
+    pages = max(workload.longest, int(workload.blocks * args.gpu_share))
     for label, (tier, settings) in CONFIGURATIONS.items():
         player = Player(workload, pages, tier * args.host_ratio, settings)
         for number in ROUNDS:

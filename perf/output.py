@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hikv.device import DeviceInfo, probe_failure, software_versions
-from hikv.picture import check_file, pyplot
+from hikv.picture import check_file, check_picture
 
 WIDTH = 100
 SCHEMA = 1
@@ -240,12 +240,12 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def check_output_options(args: argparse.Namespace) -> None:
     """Refuse before the work what could not be written after it; raises `ArgumentError`."""
-    for name in ("json", "markdown", "plot"):
+    for name in ("json", "markdown"):
         path: Path | None = getattr(args, name)
         if path is not None:
             check_file(f"--{name}", path)
     if args.plot is not None:
-        pyplot()
+        check_picture(args.plot)
 
 
 def write_outputs(report: Report, args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from hikv.errors import CapacityError, HikvError
 from hikv.pinned import pinned_budget
 from hikv.spec import KVSpec
 
+from .room import check_room
 from .traces import Arrival, Workload
 
 HASH_BYTES = 32
@@ -49,7 +50,7 @@ class Player:
 
     A request finds every copy that was begun before it ended, so hits depend on no timing. Raises
     `HikvError` for the first wrong byte and the first difference between ranks, and `CapacityError`
-    for a request that does not fit.
+    before the first request where the longest does not fit, or this host cannot hold the pools.
     """
 
     def __init__(
@@ -71,7 +72,10 @@ class Player:
         config = HiCacheConfig(mem_layout=LAYOUT, load_back_threshold=0, **options)
         available = pinned_budget().available_bytes
         host_pages = hosts * config.host_pages(pages, HASH_BYTES, available) if host_ratio else 1
-        pages = _left(pages, scratch if capacity else 0)
+        if capacity:
+            pages = _left(pages, scratch, -(-workload.longest // num_ranks))
+        room = num_ranks * (pages + host_pages) * HASH_BYTES
+        check_room(room, "lower --capacity, --host-ratio or --cp")
         self.shards = ShardMap(num_ranks, SPEC.page_size)
         self.caches: list[HiRadixCache] = []
         self._rows: list[np.ndarray] = []
@@ -190,12 +194,12 @@ class Player:
         return first
 
 
-def _left(pages: int, scratch: int) -> int:
-    if scratch < pages:
+def _left(pages: int, scratch: int, longest: int) -> int:
+    if scratch + longest <= pages:
         return pages - scratch
     raise CapacityError(
-        "GPU pages of a rank beside its scratch",
-        required=scratch + 1,
+        "GPU pages of a rank for the longest request and the scratch",
+        required=scratch + longest,
         available=pages,
         unit="pages",
         remedy="raise --capacity",

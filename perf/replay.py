@@ -14,9 +14,10 @@ from typing import Any
 
 from hikv.cache.eviction import POLICIES
 from hikv.errors import ArgumentError
+from hikv.picture import check_picture
 
 from . import sharded
-from .case import positive
+from .case import positive, positive_number
 from .output import Column, Table
 from .player import Player, Row
 from .plot import Series, draw
@@ -44,17 +45,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The figures of the model that estimates first-token times."""
     add = parser.add_argument
-    add("--prefill-rate", type=float, default=20_000.0, help="model: tokens computed a second")
-    add("--h2d-gbps", type=float, default=50.0, help="model: decimal GB/s from host to GPU")
+    add(
+        "--prefill-rate",
+        type=positive_number,
+        default=20_000.0,
+        help="model: tokens computed a second",
+    )
+    add(
+        "--h2d-gbps",
+        type=positive_number,
+        default=50.0,
+        help="model: decimal GB/s from host to GPU",
+    )
     add("--token-bytes", type=positive, default=163_840, help="model: bytes of a token's KV")
 
 
 def _capacities(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
+    pages = text.split(",")
+    if not all(item.isdecimal() for item in pages):
+        raise argparse.ArgumentTypeError(f"expected whole numbers from 0 on, got {text!r}")
+    return [int(item) for item in pages]
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one row for each capacity. A wrong byte raises `HikvError`."""
+    if args.plot is not None:
+        check_picture(args.plot)
     path = Path(args.trace)
     made = args.trace in WORKLOADS and not path.exists()
     if not made and not path.is_file():

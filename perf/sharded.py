@@ -72,8 +72,7 @@ def compare(
 
 def scratch_pages(workload: Workload, layers: int) -> int:
     """Pages whose memory the gather's slots take, two layers of the longest request."""
-    longest = max((len(a.prompt) + len(a.output) for a in workload.arrivals), default=0)
-    return -(-NUM_SLOTS * longest // layers)
+    return -(-NUM_SLOTS * workload.longest // layers)
 
 
 def _in_tokens(row: Row, block_tokens: int) -> Row:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hikv.errors import ArgumentError
+from hikv.picture import check_file
 
 from .output import SCHEMA, Column, Table, header_lines, markdown_text, terminal_text
 
@@ -21,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the header, the date and the tables."""
+    if args.markdown is not None:
+        check_file("--markdown", args.markdown)
     told = load(args.file)
     header, tables = [*header_lines(told), f"written {told['date']}"], tables_of(told)
     print(terminal_text(header, tables))

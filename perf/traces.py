@@ -37,6 +37,11 @@ class Workload:
         return sum(len(arrival.prompt) for arrival in self.arrivals)
 
     @property
+    def longest(self) -> int:
+        """Blocks of the longest request, its output among them."""
+        return max((len(a.prompt) + len(a.output) for a in self.arrivals), default=0)
+
+    @property
     def blocks(self) -> int:
         """Different blocks: what a cache without bound ends up with."""
         return len({block for a in self.arrivals for block in (*a.prompt, *a.output)})

@@ -179,6 +179,11 @@ def test_the_grid_leaves_out_copies_that_are_too_long():
     ]
 
 
+def test_a_grid_of_copies_that_are_all_too_large_is_refused(capsys):
+    assert main(["crossover", "--page-bytes", str(1 << 40)]) == 2
+    assert "expected a copy of at most 256 MiB" in capsys.readouterr().err
+
+
 def test_a_kernel_is_predicted_to_win_with_many_short_runs_and_the_engine_with_long_or_few():
     ways = parse_ways("sm@2,sm@8,ce")
     cases = list(crossover.grid((1024, 262144), (16, 4096)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hikv.errors import GatherError, PathUnavailable
+from hikv.errors import CapacityError, GatherError, PathUnavailable
 from hikv.spec import KVSpec
 from perf import gather, gather_ranks
 from perf.gather_places import Host, Work, filled_pool, pattern
@@ -25,9 +25,13 @@ def parsed(*options):
     return parser.parse_args(options)
 
 
-@pytest.mark.parametrize("rows", [("--mla", "576"), ("--heads", "2")])
-def test_a_small_run(tmp_path, capsys, rows):
-    sizes = ("--ranks", "2", "--tokens", "100", "--page", "16", "--layers", "3", "--rounds", "2")
+@pytest.mark.parametrize(
+    ("rows", "nbytes", "tokens", "pages"),
+    [(("--mla", "576"), 576, "100", 7), (("--heads", "2"), 1024, "10", 1)],
+    ids=["mla", "one page, so one rank has none"],
+)
+def test_a_small_run(tmp_path, capsys, rows, nbytes, tokens, pages):
+    sizes = ("--ranks", "2", "--tokens", tokens, "--page", "16", "--layers", "3", "--rounds", "2")
     file = tmp_path / "gather.json"
     assert gather.run(parsed(*rows, *sizes, "--json", str(file))) == 0
     assert "host back end beside gloo" in capsys.readouterr().out
@@ -35,7 +39,7 @@ def test_a_small_run(tmp_path, capsys, rows):
     (row,) = result["tables"][0]["rows"]
     assert (row["ranks"], row["wrong bytes"], row["engine"]) == (2, 0, "CPU threads")
     assert row["ratio"] > 0
-    assert row["layer MiB"] == pytest.approx(7 * 16 * (576 if "--mla" in rows else 1024) / 2**20)
+    assert row["layer MiB"] == pytest.approx(pages * 16 * nbytes / 2**20)
 
 
 ROW = {
@@ -62,6 +66,12 @@ ON_GPUS = ROW | {
     "kernels": [],
     "hikv gemm": 1.02,
 }
+
+
+def test_what_this_host_cannot_hold_is_refused_before_a_rank_starts(monkeypatch):
+    monkeypatch.setattr(gather, "run_ranks", lambda *started: pytest.fail("ranks were started"))
+    with pytest.raises(CapacityError, match=r"host memory: needs .* pass fewer --tokens"):
+        gather.run(parsed("--backend", "host", "--tokens", str(1 << 50)))
 
 
 def told(monkeypatch, row):

@@ -202,7 +202,7 @@ def test_a_sharded_rank_pays_for_its_scratch_and_keeps_its_host_memory() -> None
     assert row["sharded"]["gpu_hit_tokens"] == 0
     assert row["sharded"]["host_served_tokens"] == 3 * 64
     assert scratch_pages(make_workload("A"), 61) == 2, "2 of 61 layers of 38 pages"
-    with pytest.raises(CapacityError, match="GPU pages of a rank beside its scratch: needs 4"):
+    with pytest.raises(CapacityError, match="the longest request and the scratch: needs 5"):
         compare(BACK_AND_FORTH, 3, 2, 1.0, SETTINGS, scratch=3)
 
 
@@ -248,9 +248,40 @@ def test_the_comparison_as_json_and_as_tables_that_say_what_is_simulated(tmp_pat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_request_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(CapacityError):
-        replay(workload([1, 2, 3]), 2)
+def test_a_request_that_does_not_fit_is_refused_before_the_first_is_played() -> None:
+    made = workload([1], [1, 2, 3])
+    with pytest.raises(CapacityError, match=r"longest request .*: needs 3 pages, 2 available"):
+        Player(made, 2, 0.0, {})
+    Player(made, 2, 0.0, {}, num_ranks=2).finish()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["replay", "A", "--capacity", "-5"], "argument --capacity: expected whole numbers from 0"),
+        (["replay", "A", "--capacity", "nan"], "argument --capacity: expected whole numbers from"),
+        (["replay", "A", "--capacity", "1" * 20], "host memory: needs"),
+        (["replay", "A", "--capacity", "20", "--cp", "2"], "needs 38 pages, 20 available; raise"),
+        (["replay", "A", "--prefill-rate", "0"], "argument --prefill-rate: expected a finite num"),
+        (["replay", "A", "--h2d-gbps", "nan"], "argument --h2d-gbps: expected a finite number"),
+        (["replay", "A", "--plot", "/nowhere/a.png"], "--plot: expected a file in a folder that"),
+        (["replay", "A", "--plot", "a.jpog"], "--plot: expected a name that ends in one of"),
+        (["replay", "A", "--plot", "picture"], "--plot: expected a name that ends in one of"),
+        (["matrix", "--sets", "A,X"], "argument --sets: expected shared-prefix, A, B, C, E, got"),
+        (["matrix", "--gpu-share", "inf"], "argument --gpu-share: expected a finite number"),
+    ],
+)
+def test_what_could_not_be_played_is_refused_first(arguments, words, capsys) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    try:
+        code = main(arguments)
+    except SystemExit as refusal:  # as argparse ends a program
+        code = refusal.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert words in printed.err
+    assert printed.out == ""
 
 
 def test_json_is_one_object_a_capacity(capsys) -> None:

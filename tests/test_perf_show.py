@@ -86,6 +86,22 @@ def test_changes_are_the_figures_beyond_the_threshold(tmp_path, capsys):
     assert "6 figures compared, 3 changed by 2% or more." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("share", ["nan", "0", "-1", "inf", "much"])
+def test_a_threshold_that_compares_nothing_is_refused(share, tmp_path, capsys):
+    a = write(tmp_path / "a.json", report(20.0))
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare-results", a, a, "--threshold", share])
+    assert "argument --threshold" in capsys.readouterr().err
+
+
+def test_markdown_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    a = write(tmp_path / "a.json", report(20.0))
+    assert main(["show", a, "--markdown", str(tmp_path / "nowhere" / "a.md")]) == 2
+    printed = capsys.readouterr()
+    assert "--markdown: expected a file in a folder that exists" in printed.err
+    assert printed.out == ""
+
+
 def test_rows_and_tables_of_one_file_alone_are_counted_not_compared(tmp_path, capsys):
     lost = [{"way": "tma", "quota": 4, "gbps": 9.0}]
     a = write(tmp_path / "a.json", report(20.0, extra=lost))
