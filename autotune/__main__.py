@@ -12,7 +12,7 @@ from hikv.console import until_reader_leaves
 from hikv.device import cpu_numa_nodes, device_info, numa_mismatch, probe_failure
 from hikv.env import read_env
 from hikv.errors import ArgumentError, HikvError
-from hikv.picture import check_file, pyplot
+from hikv.picture import check_file, check_picture
 from hikv.tables import SHIPPED, file_name, read_table
 
 from . import report
@@ -70,27 +70,41 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _tune(args: argparse.Namespace) -> int:
     options = Options(
         target=args.target,
-        cases=parse_cases(args.cases) if args.cases else (),
-        quick=not args.full and not args.cases,
+        cases=() if args.cases is None else parse_cases(args.cases),
+        quick=not args.full and args.cases is None,
         interference=not args.no_interference,
         budget=args.budget,
     )
     if args.plot is not None:
-        check_file("--plot", args.plot)
-        pyplot()
+        check_picture(args.plot)
     bench = _bench(args)
     if spoilt := bench.disturbances():
         raise ArgumentError(
             "GPU", expected="an idle GPU", got="; ".join(spoilt), remedy="then tune again"
         )
-    folder = SHIPPED if args.ship else read_env().tuned_dir
-    path = folder / file_name(bench.info.name, bench.info.num_sms)
+    path = _destination(args.ship) / file_name(bench.info.name, bench.info.num_sms)
+    check_file("table", path)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     outcome = tune(bench, path, options, date=today, progress=_progress)
     _progress(0, 0, "")
     if args.plot is not None and outcome.timings:
         draw_search(outcome.table, outcome.timings, args.plot)
     return _tell(outcome, path, args.plot)
+
+
+def _destination(ship: bool) -> Path:
+    """The folder of the table, made before a search that could not be kept."""
+    folder = SHIPPED if ship else read_env().tuned_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            "HIKV_TUNED_DIR",
+            expected="a folder, or the name of one that can be made",
+            got=f"{folder} ({error.strerror})",
+            remedy="name another folder",
+        ) from error
+    return folder
 
 
 def _bench(args: argparse.Namespace) -> Bench:

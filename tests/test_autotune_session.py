@@ -219,6 +219,7 @@ def test_check_compares_with_the_gpu_that_is_there(folder, capsys, monkeypatch):
         (["--target", "1.5", *SIMULATED], "--target: expected a share"),
         (["--budget", "0", *SIMULATED], "--budget"),
         (["--cases", "h2d:5x5"], "--cases"),
+        (["--cases", "", *SIMULATED[:2]], "--cases: expected DIRECTION"),
         (["--ship", *SIMULATED], "--ship: expected a table measured on a GPU"),
         (["show", "/nowhere.json"], "expected a tuned table"),
         (["show"], "name one file"),
@@ -230,6 +231,16 @@ def test_refusals_say_why_and_write_nothing(folder, capsys, monkeypatch, argumen
     assert command.main(arguments) == 2
     assert words in capsys.readouterr().err
     assert not folder.exists()
+
+
+def test_a_table_that_could_not_be_written_is_refused_before_the_search(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "tune", lambda *options, **more: pytest.fail("it searched"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HIKV_TUNED_DIR", str(tmp_path / "file" / "tuned"))
+    assert command.main(SIMULATED) == 2
+    assert "HIKV_TUNED_DIR: expected a folder" in capsys.readouterr().err
 
 
 def test_a_busy_gpu_is_refused_and_a_hot_one_stops(folder, capsys, monkeypatch):
