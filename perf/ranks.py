@@ -28,14 +28,17 @@ def run_ranks(body: Callable[..., Any], num_ranks: int, seconds: float, *argumen
         given = (body, num_ranks, store, seconds, arguments, answers)
         ranks = spawn(_rank, given, nprocs=num_ranks, join=False)
         until = time.monotonic() + seconds
-        while not ranks.join(timeout=0.5):
-            if time.monotonic() > until:
-                for process in ranks.processes:
-                    process.kill()
-                raise GatherError(
-                    f"the ranks did not end within {seconds:g} s", remedy="measure less"
-                )
-        return answers.get()
+        try:
+            while not ranks.join(timeout=0.5):
+                if time.monotonic() > until:
+                    raise GatherError(
+                        f"the ranks did not end within {seconds:g} s", remedy="measure less"
+                    )
+            return answers.get()
+        finally:  # an interrupt too, or this program would wait for them at its end
+            for process in ranks.processes:
+                process.kill()
+                process.join()
 
 
 def _rank(

@@ -193,5 +193,13 @@ def test_gpus_that_cannot_reach_each_other_are_named(ranks, monkeypatch):
         ranks.pair[0].connect([far, (5, *far[1:])])
 
 
+def test_ranks_that_number_processes_apart_are_in_two_places(ranks, monkeypatch):
+    """The board is reached by process id, which in another namespace is another process."""
+    here = ranks.pair[0].place()
+    assert ranks.pair[1].place() == here
+    monkeypatch.setattr("os.readlink", lambda link: "pid:[1]")
+    assert ranks.pair[1].place() != here
+
+
 def test_host_memory_is_no_pool_of_a_gpu(ranks):
     assert "not on a GPU" in PeerBackend().obstacle(ranks.pools[0])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessContext
 
 from hikv.errors import CapacityError, GatherError, PathUnavailable
 from hikv.spec import KVSpec
@@ -187,6 +189,17 @@ def sleep(rank, num_ranks):
 def test_ranks_do_not_outlive_their_time():
     with pytest.raises(GatherError, match="the ranks did not end within 1 s"):
         run_ranks(sleep, 2, 1.0)
+    assert multiprocessing.active_children() == []
+
+
+def test_ranks_do_not_outlive_an_interrupt(monkeypatch):
+    def interrupt(self, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProcessContext, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(sleep, 1, 60.0)
+    assert multiprocessing.active_children() == []
 
 
 def test_pages_differ_by_owner_number_layer_and_kind():

@@ -207,7 +207,7 @@ class HostBackend(DirectCopies):
 
     def place(self) -> str:
         """One host, one namespace of process ids."""
-        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+        return this_host()
 
     def export(self, pool: KVBuffer, rank: int, num_ranks: int) -> BufferHandle:
         """The pool's handle."""
@@ -251,6 +251,10 @@ class HostBackend(DirectCopies):
         """Nothing: `copy` has returned."""
 
 
-def boot_id() -> str:
-    """What tells this host, since it started, from any other."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def this_host() -> str:
+    """What tells this host, since it started, and a namespace of process ids, from any other.
+
+    Shared host memory, the board's too, is reached by process id.
+    """
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{started} {os.readlink('/proc/self/ns/pid')}"

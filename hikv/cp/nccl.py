@@ -24,14 +24,12 @@ from hikv.cp.backends import Group, Moved, OwnShard, layer_work
 from hikv.cp.collective import Collective, NcclCollective
 from hikv.cp.peers import check_reach
 from hikv.cp.plan import GatherPlan
-from hikv.cp.scratch import Slot
+from hikv.cp.scratch import POISON, Slot
 from hikv.cp.streams import StreamOrder
 from hikv.cp.witness import kernels
 from hikv.errors import GatherError
 from hikv.kernels.copy_engine import unavailable
 from hikv.plan import CopyPlan, plan_transfer
-
-POISON = 0xA5
 
 
 class NcclBackend(StreamOrder):

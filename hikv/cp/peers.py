@@ -27,7 +27,7 @@ from hikv.cp.backends import (
     layer_work,
 )
 from hikv.cp.handles import export_buffer, open_buffer
-from hikv.cp.scratch import Slot
+from hikv.cp.scratch import POISON, Slot
 from hikv.cp.streams import StreamOrder
 from hikv.errors import GatherError
 from hikv.kernels.copy_engine import unavailable
@@ -38,7 +38,6 @@ TOGETHER, APART = "in the peers' batch", "in a batch beside it"
 ROUNDS = 7
 TRIAL_BYTES = 16 << 20
 """Of one owner in a trial: enough for the rate, and little beside a GPU that its pool fills."""
-POISON = 0xA5
 
 
 class PeerBackend(DirectCopies, StreamOrder):
@@ -173,10 +172,7 @@ class PeerBackend(DirectCopies, StreamOrder):
 
     def _wrong(self, copies: dict[int, CopyPlan], run: Callable[[], None]) -> str | None:
         """Poison the slot, run the copies, wait, and compare layer 0 of every page."""
-        slot = self._slots[0]
-        for tensor in (slot.k, slot.v):
-            if tensor is not None:
-                tensor.view(torch.uint8).fill_(POISON)
+        self._slots[0].memory.fill_(POISON)
         run()
         torch.cuda.synchronize(self._device)
         for owner, plan in copies.items():

@@ -13,6 +13,9 @@ from hikv.spec import KVSpec
 NUM_SLOTS = 2
 """One slot is read by attention while the next layer arrives in the other."""
 
+POISON = 0xA5
+"""What a slot is filled with before a trial, so that bytes which do not arrive are seen."""
+
 
 def scratch_bytes(spec: KVSpec, max_pages: int, staging_pages: int = 0) -> int:
     """Bytes of both slots for batches of up to `max_pages` scratch pages, for memory budgets.

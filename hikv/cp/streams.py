@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hikv.cp.backends import boot_id, fences
+from hikv.cp.backends import fences, this_host
 from hikv.kernels.memcpy import MemcpyDriver, memcpy_driver
 
 
@@ -14,11 +14,11 @@ class StreamOrder:
     """What the back ends on GPUs share: a stream of copies, an event for each layer and slot."""
 
     def place(self) -> str:
-        """One host, and the GPUs in one order."""
+        """One host, one namespace of process ids, and the GPUs in one order."""
         gpus = [
             str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
         ]
-        return f"{boot_id()} {' '.join(gpus)}"
+        return f"{this_host()} {' '.join(gpus)}"
 
     def _order_on(self, device: torch.device, num_layers: int, *, interprocess: bool) -> None:
         """Make the streams and events; `interprocess` for events that peers wait for."""
