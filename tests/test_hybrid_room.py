@@ -39,6 +39,16 @@ def test_what_no_boundary_at_the_end_needs_leaves_first() -> None:
     proved(cache)
 
 
+def test_what_nobody_will_need_leaves_without_a_copy() -> None:
+    cache = hybrid_cache(write_policy="write_back")
+    serve(cache, TEN)
+    assert cache.evict(7, "device", "swa") == 7
+    assert cache.stats()["swa_host_free"] == 32
+    assert cache.evict(1, "device", "swa") == 3
+    assert entries(cache, "swa", TEN, HOST) == [7, 8, 9]
+    proved(cache)
+
+
 def test_a_leaf_that_leaves_takes_everything_along() -> None:
     cache = hybrid_cache()
     serve(cache, TEN)
@@ -188,9 +198,11 @@ def test_what_a_load_needs_makes_no_room_for_it_on_the_gpu() -> None:
     serve(cache, [50, 51, 52, 53])
     settle(cache)
     assert entries(cache, "swa", TEN[:6], DEVICE) == [0, 1]
+    cache.acquire("other", [50, 51, 52, 53])
     request = cache.acquire("r", TEN[:6])
     assert request.lengths == Lengths(0, 6, 0, None, 6)
     assert cache.load_back("r", quota=2) == LoadBack("loading", 4, ("gpu_quota",))
+    assert entries(cache, "swa", TEN[:6], DEVICE) == [1], "0 and 50 made the room for 2 and 3"
     request.wait()
     read_hit(cache, request, 4)
     proved(cache)
