@@ -223,94 +223,98 @@ def restore_slowly(group):
     return log
 
 
-def fail_in_every_way(group):
-    """What this rank raised, case by case, and what it left behind."""
-    raised, rank = {}, group.rank
-    collect_garbage(group)
-    before = resources()
+class Attempts:
+    """What goes wrong on one rank: `raised` holds its errors, case by case."""
 
-    def attempt(case, act):
+    def __init__(self, group):
+        self.group, self.raised = group, {}
+
+    def attempt(self, case, act):
+        """`act(pool)` on a new pool; `None` where it raised."""
         memory, pool = shared_pool(MHA)
-        memory.copy_(pool_bytes(MHA, group.rank))
-        gather = None
+        memory.copy_(pool_bytes(MHA, self.group.rank))
         try:
-            gather = act(pool)
+            return act(pool)
         except (GatherError, ArgumentError, CapacityError) as error:
-            raised[case] = f"{type(error).__name__}: {error}"
-        return gather
+            self.raised[case] = f"{type(error).__name__}: {error}"
 
-    def run(
-        case,
-        *,
-        restore=(0, 1, 2),
-        resident=None,
-        pages=None,
-        spoil=None,
-        spoil_begin=False,
-        after=None,
-        **options,
+    def build(self, case, **options):
+        """An attempt at building a gather."""
+        return self.attempt(case, lambda pool: build(pool, self.group, **options))
+
+    def batch(
+        self, case, *, pages=None, resident=None, breaks=None, says=None, after=None, **options
     ):
-        gather = attempt(case, lambda pool: build(pool, group, **options))
-        if gather is None:
-            return
+        """An attempt at a batch; `breaks` names the call of the back end that fails."""
+        gather = self.build(case, **options)
         pages = np.arange(2, 20) if pages is None else pages
 
-        def batch(_):
+        def run(_):
             plan = plan_gather(gather.shards, [Request(pages, len(pages) * MHA.page_size)])
-            if spoil_begin:
-                gather._backend.begin = broken
+            if breaks is not None:
+                setattr(gather._backend, breaks, broken)
             gather.begin(plan, resident=resident)
-            if spoil is not None:
-                spoil(gather)
-            for layer in restore:
-                gather.restored(layer, after=after)
+            if says is not None:
+                gather.fail(says)
+            for layer in range(MHA.num_layers):
+                if (case, self.group.rank, layer) != ("slow", 1, 1):
+                    gather.restored(layer, after=after)
             for layer in range(MHA.num_layers):
                 gather.wait(layer)
             gather.end()
 
-        attempt(case, batch)
+        self.attempt(case, run)
         if case in ("room", "pool"):  # nothing had begun, so the gather is as good as new
             pages, resident = np.arange(2, 12), None
-            attempt(f"{case}, after", batch)
-        group.exchange(None)  # everybody has seen it before anybody leaves
+            self.attempt(f"{case}, after", run)
+        self.group.exchange(None)  # everybody has seen it before anybody leaves
         gather.close()
 
+
+def fail_in_every_way(group):
+    """What this rank raised, case by case, and what it left behind."""
+    collect_garbage(group)
+    before, attempts = resources(), Attempts(group)
+    fail_in_batches(attempts, group.rank)
+    fail_to_meet(attempts, group.rank)
+    left = leave_in_a_batch(group)
+    collect_garbage(group)
+    return attempts.raised, left, before, resources()
+
+
+def fail_in_batches(attempts, rank):
     holes = np.ones(LOCAL_PAGES, bool)
     holes[3 if rank == 0 else 39] = False
-    jam = {"spoil": lambda gather: setattr(gather._backend, "copy", broken)} if rank else {}
-    run("slow", restore=(0, 2) if rank else (0, 1, 2), timeout_s=3.0)
-    run("hole", resident=holes)
-    run("room", max_pages=17 + rank)
-    run("pool", pages=np.array([2, 3, 2 * LOCAL_PAGES]))
-    run("plans", pages=np.arange(2, 20 + rank))
-    run("said", spoil=lambda gather: gather.fail("out of tea") if rank else None)
-    run("engine", **jam)
-    run("copies", spoil_begin=rank == 1)
-    run("fence", after=SimpleNamespace(synchronize=broken) if rank else None)
-    run("capability", backend="p2p")
-    run("unknown", backend="pigeon")
-    run("mixed", backend="pigeon" if rank else "host")
-    attempt(
-        "private",
-        lambda _: (
-            build(KVBuffer.empty(MHA, "layer_first", 4), group)
-            if rank
-            else build(shared_pool(MHA)[1], group)
-        ),
-    )
+    attempts.batch("slow", timeout_s=3.0)
+    attempts.batch("hole", resident=holes)
+    attempts.batch("room", max_pages=17 + rank)
+    attempts.batch("pool", pages=np.array([2, 3, 2 * LOCAL_PAGES]))
+    attempts.batch("plans", pages=np.arange(2, 20 + rank))
+    attempts.batch("said", says="out of tea" if rank else None)
+    attempts.batch("engine", breaks="copy" if rank else None)
+    attempts.batch("copies", breaks="begin" if rank else None)
+    attempts.batch("fence", after=SimpleNamespace(synchronize=broken) if rank else None)
+
+
+def fail_to_meet(attempts, rank):
+    group = attempts.group
+    attempts.build("capability", backend="p2p")
+    attempts.build("unknown", backend="pigeon")
+    attempts.build("mixed", backend="pigeon" if rank else "host")
+    attempts.build("endless", timeout_s=math.nan if rank else TIMEOUT_S)
+    private = KVBuffer.empty(MHA, "layer_first", 4)
+    attempts.attempt("private", lambda shared: build(private if rank else shared, group))
     other = replace(MHA, num_layers=3 + rank)
-    for step in ("obstacle", "export", "connect", "allocate", "steps"):
-        attempt(step, lambda pool, step=step: build_that_fails(pool, group, step if rank else None))
-    attempt("board", lambda pool: build_that_fails(pool, group, None if rank else "memory"))
-    attempt("endless", lambda pool: build(pool, group, timeout_s=math.nan if rank else TIMEOUT_S))
-    attempt("geometry", lambda _: build(shared_pool(other)[1], group))
-    attempt(
+    attempts.attempt("geometry", lambda _: build(shared_pool(other)[1], group))
+    attempts.attempt(
         "size",
         lambda pool: ZeroSMGather(pool, ShardMap(3, 4), group, max_pages=9, backend="host"),
     )
-    left = leave_in_a_batch(group)
-    collect_garbage(group)
-    return raised, left, before, resources()
+    for step in ("obstacle", "export", "connect", "allocate", "steps"):
+        fails = step if rank else None
+        attempts.attempt(step, lambda pool, fails=fails: build_that_fails(pool, group, fails))
+    fails = None if rank else "memory"
+    attempts.attempt("board", lambda pool: build_that_fails(pool, group, fails))
 
 
 def build_that_fails(pool, group, step):
