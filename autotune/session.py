@@ -91,12 +91,8 @@ def tune(
     table at `path` as it was. Entries of one that still fits are kept where no case replaces them.
     """
     started = clock()
-    header = {
-        **identity(bench.info),
-        "kind": bench.kind,
-        "date": date,
-        "link_gbps_and_latency": bench.link(),
-    }
+    made = {"kind": bench.kind, "date": date, "link_gbps_and_latency": bench.link()}
+    header = {**identity(bench.info), **made}
     partial = path.with_suffix(f".{'quick' if options.quick else 'full'}.partial")
     entries = {
         key: entry
@@ -108,10 +104,7 @@ def tune(
     try:
         for case, left in _todo(options, entries):
             progress(len(entries), len(entries) + left, str(case))
-            if spoilt := bench.disturbances():
-                outcome.stopped, outcome.failed = "; ".join(spoilt), True
-            elif options.budget is not None and clock() - started >= options.budget:
-                outcome.stopped = f"the budget of {options.budget:g} s is spent"
+            outcome.stopped, outcome.failed = _end(bench, options, clock() - started)
             if outcome.stopped is not None:
                 break
             found = search(
@@ -140,6 +133,15 @@ def tune(
     if outcome.stopped is None:
         partial.unlink(missing_ok=True)
     return outcome
+
+
+def _end(bench: Bench, options: Options, spent: float) -> tuple[str | None, bool]:
+    """Why no further case begins, or `None`, and whether that is no choice of ours."""
+    if spoilt := bench.disturbances():
+        return "; ".join(spoilt), True
+    if options.budget is not None and spent >= options.budget:
+        return f"the budget of {options.budget:g} s is spent", False
+    return None, False
 
 
 def _earlier(path: Path, header: dict[str, Any]) -> dict[Key, Entry]:
