@@ -68,7 +68,8 @@ class Ledger:
             missing=missing,
             unusable_len=unusable,
         )
-        self.shares.open(request, request.boundary, request.end)
+        if self.hybrid.trails:
+            self.shares.open(request, request.boundary, request.end)
         self.requests[rid] = request
         return request
 
@@ -131,7 +132,8 @@ class Ledger:
                 host_len=lengths.host_len - moved,
                 extend_len=lengths.extend_len - moved,
             )
-            self.shares.open(request, self.hybrid.at(held[-1], ready), request.end)
+            if self.hybrid.trails:
+                self.shares.open(request, self.hybrid.at(held[-1], ready), request.end)
         return path, have, ready
 
     def protect(self, request: Request, node: Node) -> None:

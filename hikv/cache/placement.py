@@ -143,12 +143,12 @@ class Placement:
     def count(self, done: Acknowledged) -> None:
         """Put an acknowledged copy into the metrics."""
         hop = "backup" if done.ticket.operation.tier == HOST else "load_back"
-        if done.whole:
+        if not done.whole:
+            self.metrics.copy_failures[hop].add()
+        elif done.ticket.nbytes:  # else it stayed within its tier, or had no page on this owner
             self.metrics.copied_bytes[hop].add(done.ticket.nbytes)
             if (seconds := done.ticket.copy.seconds()) is not None:
                 self.metrics.copy_seconds[hop].observe(seconds)
-        else:
-            self.metrics.copy_failures[hop].add()
 
     def free(self, tier: int, pages: PageIds) -> None:
         """Give pages back to their pool."""

@@ -110,7 +110,7 @@ class StateShare:
 
 
 class Shares:
-    """The shares of all requests. Without components every verb is a no-op."""
+    """The shares of all requests. Without components no verb does anything."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement, self.hybrid = placement, placement.hybrid
@@ -118,8 +118,6 @@ class Shares:
     def open(self, request: Request, at: Boundary, end: Node) -> None:
         """Begin at the boundary that is usable on the GPU, and keep in both tiers what the one at
         `end` needs, for a load-back."""
-        if not self.hybrid.trails:
-            return
         for name, trail in self.hybrid.trails.items():
             if name not in request.shares:
                 state = trail.component.kind == Recurrent.kind
