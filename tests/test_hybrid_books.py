@@ -76,6 +76,11 @@ def name_another(cache, holding) -> None:
     cache.ledger["r"].shares["swa"].pages[-1] = 15
 
 
+def cut_the_table(cache, holding) -> None:
+    share = cache.ledger["r"].shares["swa"]
+    share.pages = share.pages[:-1]
+
+
 def write_the_cached(cache, holding) -> None:
     state = cache.hybrid.trails["state"]
     cache.ledger["r"].shares["state"].slot = state.find(holding.node, 9)[1]
@@ -104,7 +109,8 @@ def lose_the_source(cache, holding) -> None:
         (overlock, "swa: receipts", False),
         (forget_receipt, "swa: locks", False),
         (leak, "owned: .*leaked", False),
-        (name_another, "swa: table", False),
+        (name_another, "swa: table: .*no hold on", False),
+        (cut_the_table, "swa: table: .*9 entries for 10 pages", False),
         (write_the_cached, "state: state", False),
         (stop_waiting, "swa: cargo: .*nobody awaits", True),
         (lose_the_cargo, "swa: cargo: .*no copy brings", True),

@@ -126,8 +126,10 @@ def _tables(
     """Every page that a request names is in the tree or its own; a state is its own alone."""
     shared = set(join(_pages(trail, nodes, DEVICE)).tolist())
     for request in requests:
-        share = request.shares[trail.name]
+        share, pages = request.shares[trail.name], request.pages
         own = set(share.own.tolist())
+        if share.pages is not None and share.pages.size != pages.size:
+            yield f"table: {request!r} has {share.pages.size} entries for {pages.size} pages"
         if share.pages is not None and request.failed is None:
             named = set(share.pages[share.pages != ABSENT].tolist())
             if astray := named - shared - own:
