@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hikv.errors import ArgumentError
@@ -41,10 +42,15 @@ class Workload:
         """Blocks of the longest request, its output among them."""
         return max((len(a.prompt) + len(a.output) for a in self.arrivals), default=0)
 
-    @property
+    @cached_property
     def blocks(self) -> int:
-        """Different blocks: what a cache without bound ends up with."""
-        return len({block for a in self.arrivals for block in (*a.prompt, *a.output)})
+        """Different blocks, each behind what comes before it: a cache without bound holds them."""
+        numbers: dict[tuple[int, int], int] = {}
+        for arrival in self.arrivals:
+            prefix = 0
+            for block in (*arrival.prompt, *arrival.output):
+                prefix = numbers.setdefault((prefix, block), len(numbers) + 1)
+        return len(numbers)
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> Workload:
@@ -55,14 +61,14 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Workload:
     and where no size or several fit.
     """
     arrivals, sizes = [], []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                ids = [int(block) for block in record["hash_ids"]]
+                ids = [_whole(block) for block in record["hash_ids"]]
                 sizes.append((int(record["input_length"]), len(ids)))
                 arrivals.append(Arrival(ids, timestamp=float(record["timestamp"])))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ArgumentError(
                     f"{path}, line {number}",
                     expected="an object with timestamp, input_length and hash_ids",
@@ -70,6 +76,12 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Workload:
                     remedy="pass one JSON object a line",
                 ) from error
     return Workload(path.stem, block_tokens or _block_size(path, sizes), arrivals)
+
+
+def _whole(block: object) -> int:
+    if not isinstance(block, int) or not -(1 << 63) <= block < 1 << 63:
+        raise ValueError(f"{block!r} is no id, a whole number of 64 bits")
+    return block
 
 
 def _block_size(path: Path, sizes: Sequence[tuple[int, int]]) -> int:

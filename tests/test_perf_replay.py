@@ -72,6 +72,12 @@ def test_hits_of_a_trace_worked_out_by_hand() -> None:
     assert replay(made, 3, granularity="page")["hits"] == 3, "only page 3 and 2 made room"
 
 
+def test_an_id_behind_another_prefix_is_another_page() -> None:
+    made = workload([1, 1], [2, 1], [1, 1], [2, 1])
+    assert made.blocks == 4
+    assert replay(made, 0)["hits"] == 4
+
+
 def test_the_host_brings_back_what_the_gpu_lost() -> None:
     row = replay(workload([1, 2, 3], [4, 5, 6], [1, 2, 3]), 3, host_ratio=2.0)
     assert (row["hits"], row["device_hits"], row["loaded"]) == (3, 0, 3)
@@ -134,13 +140,21 @@ def test_the_size_of_a_block_follows_from_the_lengths(tmp_path, lengths, block) 
     [
         ("{}\n", "line 1"),
         ("not json\n", "line 1"),
+        (b"\xff\xfe\n", "line 1"),
+        ('{"timestamp": 0, "input_length": 9, "hash_ids": [1e9]}\n', "line 1.*is no id"),
+        ('{"timestamp": 0, "input_length": 9, "hash_ids": "12"}\n', "line 1.*is no id"),
+        (
+            '{"timestamp": 0, "input_length": 9, "hash_ids": [9223372036854775808]}\n',
+            "line 1.*is no id",
+        ),
+        ('{"timestamp": 0, "input_length": Infinity, "hash_ids": [1]}\n', "line 1.*infinity"),
         ('{"timestamp": 0, "input_length": 9, "hash_ids": [1, 2, 3, 4, 5, 6, 7]}\n', "one size"),
         ("", "one size"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path, text: str, message: str) -> None:
+def test_a_file_that_is_no_trace_is_refused(tmp_path, text: str | bytes, message: str) -> None:
     trace = tmp_path / "t.jsonl"
-    trace.write_text(text)
+    trace.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ArgumentError, match=message):
         read_trace(trace)
 
