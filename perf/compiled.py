@@ -27,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one row per variant; a kernel that the target lacks has a reason instead of figures."""
+    if args.assembly is not None and args.assembly.exists() and not args.assembly.is_dir():
+        raise ArgumentError(
+            "--assembly", expected="a folder", got=args.assembly, remedy="name another folder"
+        )
     rows = list(_rows(args))
     if args.json:
         print(json.dumps({"target": args.target, "variants": rows}, indent=2))

@@ -332,3 +332,10 @@ def test_every_variant_is_compiled_or_has_a_reason(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "No figures: target: expected sm_90 or later" in printed
     assert len(re.findall(r"^tma .*–  +–  +–  +–", printed, re.M)) == 2
+
+
+def test_assembly_goes_into_a_folder(tmp_path, capsys):
+    file = tmp_path / "taken"
+    file.touch()
+    assert main(["compile", "--assembly", str(file)]) == 2
+    assert f"--assembly: expected a folder, got {file}" in capsys.readouterr().err
