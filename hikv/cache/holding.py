@@ -51,9 +51,13 @@ class Holding:
 
     def there(self, *tiers: int, where: Where = ALL) -> npt.NDArray[np.bool_]:
         """Which of the entries `where` some of `tiers` has, bool."""
-        return np.logical_or.reduce([self.ids[tier][where] != ABSENT for tier in tiers])
+        first, *others = (self.ids[tier][where] != ABSENT for tier in tiers)
+        for there in others:
+            first |= there
+        return first
 
     def tally(self, tier: int, where: Where) -> Tally:
         """The counts of the entries `where`."""
         there, locks = self.ids[tier][where] != ABSENT, self.locks[tier][where]
-        return Tally(*(int(part.sum()) for part in (there, there & (locks == 0), locks)))
+        loose = there & (locks == 0)
+        return Tally(int(np.count_nonzero(there)), int(np.count_nonzero(loose)), int(locks.sum()))
