@@ -207,11 +207,16 @@ def test_a_layer_is_packed_by_one_batch_behind_its_own_fence_and_the_readers(wor
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_a_rank_that_lacks_a_capability_stops_all_before_anything_is_made(world, lacking):
+def test_a_rank_that_lacks_a_capability_stops_all_before_anything_is_made(
+    world, lacking, monkeypatch
+):
+    exported = []
+    monkeypatch.setattr(nccl.NcclBackend, "export", lambda *pool: exported.append(pool))
     world.obstacles[lacking] = "NCCL is 2.27.3, and has a zero-CTA policy from 2.28 on"
     answers = world.of(2).threads.run(build)
     all_raise(answers, f"back end 'nccl' cannot serve the group (rank {lacking}: NCCL is 2.27.3")
     assert [fake.calls for fake in world.collectives] == [[], []]
+    assert exported == [], "what a process shares it may never get back"
 
 
 def test_after_a_refusal_the_ranks_go_another_way_together(world):

@@ -77,8 +77,6 @@ class _Facts:
     allow_sm: bool
     pool_pages: int
     place: str = ""
-    export: Any = None
-    board: MemoryHandle | None = None
 
 
 def meet(
@@ -94,30 +92,23 @@ def meet(
     """Agree on a gather; collective. Returns on every rank or raises the same on every rank.
 
     Nothing is raised before the ranks have exchanged it: a rank that left early would keep the
-    others waiting.
+    others waiting. Nothing is made before all of them can take part: torch never takes back what
+    it shared with a process that did not open it.
     """
     own = (shards, pool.spec.geometry, max_pages, allow_sm, pool.num_pages)
-    mine = _Facts(None, backend, *own)
-    mover, keep = None, None
+    mine, mover = _Facts(None, backend, *own), None
     try:
         mover = BACKENDS[backend](allow_sm) if backend in BACKENDS else None
-        problem = _problem(mine, mover, pool, group, timeout_s)
-        if mover is not None and problem is None:
-            export = mover.export(pool, group.rank, group.size)
-            mine = replace(mine, place=mover.place(), export=export)
-            if group.rank == 0:
-                keep, handle = Board.memory(group.size, pool.spec.num_layers)
-                mine = replace(mine, board=handle)
+        mine = replace(mine, problem=_problem(mine, mover, pool, group, timeout_s))
+        if mover is not None and mine.problem is None:
+            mine = replace(mine, place=mover.place())
     except Exception as error:  # whatever it is, the peers must hear of it
-        problem = reason(error)
-    facts: list[_Facts] = group.exchange(replace(mine, problem=problem))
+        mine = replace(mine, problem=reason(error))
+    facts: list[_Facts] = group.exchange(mine)
     _conclude([fact.problem for fact in facts], facts[0].backend)
     _same(facts)
     assert mover is not None
-    max_pages = min(fact.max_pages for fact in facts)
-    met = _set_up(mover, pool, facts, group, max_pages, timeout_s)
-    del keep  # every rank has the board's memory by now
-    return met
+    return _set_up(mover, pool, facts, group, timeout_s)
 
 
 def _set_up(
@@ -125,26 +116,37 @@ def _set_up(
     pool: KVBuffer,
     facts: list[_Facts],
     group: Group,
-    max_pages: int,
     timeout_s: float,
 ) -> Met:
-    """Attach the board, reach the peers, allocate, and do the back end's steps, ranks abreast."""
+    """Share the pools and a board, reach them, allocate, and do the back end's steps, abreast."""
+    max_pages = min(fact.max_pages for fact in facts)
     board: Board | None = None
+    keep: object = None
     slots: list[Slot] = []
     steps: Sequence[Callable[[], None]] = ()
 
+    def share() -> tuple[Any, MemoryHandle | None]:
+        nonlocal keep
+        handle = None
+        if group.rank == 0:
+            keep, handle = Board.memory(group.size, pool.spec.num_layers)
+        return mover.export(pool, group.rank, group.size), handle
+
     def reach() -> None:
         nonlocal board, slots, steps
-        assert facts[0].board is not None
-        board = Board(facts[0].board, group.rank, group.size, pool.spec.num_layers)
-        mover.connect([fact.export for fact in facts])
+        assert handles[0] is not None
+        board = Board(handles[0], group.rank, group.size, pool.spec.num_layers)
+        mover.connect(exports)
         slots = [make_slot(pool.spec, max_pages, mover.allocate) for _ in range(NUM_SLOTS)]
         pages = mover.staging_pages(max_pages)
         staging = make_slot(pool.spec, pages, mover.allocate) if pages else None
         steps = mover.steps(slots, staging, group, timeout_s)
 
     try:
+        shared = _abreast(share, group, mover.name)
+        exports, handles = map(list, zip(*shared, strict=True))
         _abreast(reach, group, mover.name)
+        del keep  # every rank has the board's memory by now
         for step in steps:
             _abreast(step, group, mover.name)
     except BaseException:  # an interrupt too must not leave this rank's lock and memory behind
@@ -157,14 +159,16 @@ def _set_up(
     return Met(mover, board, pool_pages, slots, max_pages)
 
 
-def _abreast(step: Callable[[], None], group: Group, backend: str) -> None:
-    """Do `step` and hear how it went elsewhere; raises the same on every rank."""
-    problem = None
+def _abreast(step: Callable[[], Any], group: Group, backend: str) -> list[Any]:
+    """Do `step`; what it returned on every rank, or raises the same on every rank."""
+    problem, value = None, None
     try:
-        step()
+        value = step()
     except Exception as error:  # whatever it is, the peers must hear of it
         problem = reason(error)
-    _conclude(group.exchange(problem), backend)
+    told = group.exchange((problem, value))
+    _conclude([other for other, _ in told], backend)
+    return [found for _, found in told]
 
 
 def _problem(
