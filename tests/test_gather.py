@@ -293,6 +293,7 @@ def fail_in_batches(attempts, rank):
     attempts.batch("said", says="out of tea" if rank else None)
     attempts.batch("engine", breaks="copy" if rank else None)
     attempts.batch("copies", breaks="begin" if rank else None)
+    attempts.batch("reader", breaks="acquire" if rank else None)
     attempts.batch("fence", after=SimpleNamespace(synchronize=broken) if rank else None)
 
 
@@ -437,6 +438,7 @@ SAME_ON_EVERY_RANK = {
     "said": "GatherError: rank 1: out of tea",
     "engine": "GatherError: rank 1: paper jam",
     "copies": "GatherError: rank 1: paper jam",
+    "reader": "GatherError: rank 1: paper jam",
     "fence": "GatherError: rank 1: paper jam",
     "capability": "GatherError: back end 'p2p' cannot serve the group (rank 0: its pool is on cpu, "
     "not on a GPU; rank 1: its pool is on cpu, not on a GPU)",

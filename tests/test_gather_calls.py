@@ -11,7 +11,7 @@ from hikv.cp.gather import ZeroSMGather
 from hikv.cp.plan import Request, plan_gather
 from hikv.cp.shard_map import ShardMap
 from hikv.cp.shared_memory import shared_host_memory
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, GatherError
 from hikv.spec import KVSpec
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=torch.bfloat16)
@@ -84,3 +84,23 @@ def test_a_mistake_of_the_caller_leaves_the_gather_good(gather, plan):
         gather.wait(layer)
     gather.end()
     assert gather.report().batches == 1
+
+
+def test_copies_that_cannot_be_waited_for_fail_the_group_and_free_it_all_the_same(
+    gather, plan, monkeypatch
+):
+    def lost():
+        raise RuntimeError("the device is lost")
+
+    gather.begin(plan)
+    gather.restored()
+    for layer in range(3):
+        gather.wait(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(gather._backend, "drain", lost)
+        with pytest.raises(GatherError, match="rank 0: the device is lost; end the batch"):
+            gather.end()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            gather.close()
+    assert gather._board._fd == -1, "peers find this rank gone"
+    assert gather._backend._pools == []

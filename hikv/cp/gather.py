@@ -193,15 +193,16 @@ class ZeroSMGather:
         `GatherError` for a failed group.
         """
         self._running(layer, self.spec.num_layers)
-        if layer:
-            # What reads the layer before is queued by now, so its slot may be filled again.
-            self._backend.release((layer - 1) % NUM_SLOTS, stream)
-            if layer + 1 < self.spec.num_layers and layer + 1 not in self._pending:
-                self._start(layer + 1)
-        self._pending.pop(layer).result()
+        with self._heard():
+            if layer:
+                # What reads the layer before is queued by now, so its slot may be filled again.
+                self._backend.release((layer - 1) % NUM_SLOTS, stream)
+                if layer + 1 < self.spec.num_layers and layer + 1 not in self._pending:
+                    self._start(layer + 1)
+            self._pending.pop(layer).result()
+            self._backend.acquire(layer % NUM_SLOTS, stream)
         self._next = layer + 1
         slot = self._slots[layer % NUM_SLOTS]
-        self._backend.acquire(layer % NUM_SLOTS, stream)
         return GatheredLayer(slot.k, slot.v, self._table)
 
     def end(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -211,9 +212,10 @@ class ZeroSMGather:
         group, and `ArgumentError` while layers are outstanding.
         """
         self._running(self.spec.num_layers, self.spec.num_layers + 1)
-        for slot in range(NUM_SLOTS):
-            self._backend.release(slot, stream)
-        self._backend.drain()
+        with self._heard():
+            for slot in range(NUM_SLOTS):
+                self._backend.release(slot, stream)
+            self._backend.drain()
         board = self._board
         board.finished[self._rank] = self._batch
         for rank in range(self.shards.num_ranks):
@@ -234,11 +236,13 @@ class ZeroSMGather:
         if self._plan is not None:
             self._board.fail(f"rank {self._rank} left in the middle of a batch")
         self._worker.shutdown(wait=True, cancel_futures=True)
-        self._backend.drain()
-        self._board.close()
-        self._backend.close()
-        self._slots, self._pending = [], {}
-        self._plan = None
+        try:
+            self._backend.drain()
+        finally:  # a GPU that failed must not keep this rank in the group
+            self._board.close()
+            self._backend.close()
+            self._slots, self._pending = [], {}
+            self._plan = None
 
     def _check(self, plan: GatherPlan) -> None:
         if self._plan is not None or not self._slots:
