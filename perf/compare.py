@@ -29,7 +29,7 @@ from .output import (
 )
 from .peers import PEERS, Waived
 from .plot import Series, present
-from .ways import Way, divide, parse_ways
+from .ways import Way, complaints, divide, parse_ways
 
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct_group")
 WAYS = "sm@2,sm@8,sm@32,tma@8,staged@8,ce,ce3d"
@@ -161,7 +161,7 @@ def comparison_tables(rows: Sequence[Row]) -> list[Table]:
         cases.setdefault(tuple(row.get(name) for name in _CASE), []).append(shown)
     tables = []
     for mine in cases.values():
-        wrong = [f"WRONG, {row['way']}: {row['wrong']}" for row in mine if row["wrong"]]
+        wrong = complaints({}, mine)
         timed = [row for row in mine if "why" not in row]
         tables.append(Table(_title(mine[0]), columns, timed, wrong))
     waived = {f"waived, {row['way']}: {row['why']}" for row in rows if "why" in row}

@@ -23,7 +23,7 @@ from .duet import Duet
 from .machine import Machine, workload
 from .output import Column, Progress, Report, Table, add_output_options, check_output_options
 from .plot import Series, present
-from .ways import Way, divide, parse_ways
+from .ways import Way, complaints, divide, parse_ways
 
 WAYS = "ce,sm@1,sm@2,sm@4,sm@8,sm@16,sm@32,tma@4,staged@8"
 COMPUTE_SECONDS = 0.02
@@ -185,8 +185,7 @@ def interference_table(rows: Sequence[Row], direction: str, waived: dict[str, st
         "element each.",
         *(f"alone, {name}: {_alone(row)}" for name, row in computes.items()),
         *(f"copies ended before {name} did: {', '.join(ways)}" for name, ways in short.items()),
-        *(f"waived, {name}: {why}" for name, why in waived.items()),
-        *(f"WRONG, {row['way']}: {row['wrong']}" for row in mine if row["wrong"]),
+        *complaints(waived, mine),
     ]
     return Table(f"Beside copies {direction.upper()}, measured", columns, [*lines.values()], notes)
 

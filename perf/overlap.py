@@ -20,7 +20,7 @@ from .compute import Compute, gemm
 from .machine import Machine, Workload, workload
 from .output import Column, Progress, Report, Table, add_output_options, check_output_options
 from .plot import Series, present
-from .ways import Way, divide, parse_ways
+from .ways import Way, complaints, divide, parse_ways
 
 WAYS = "sm@2,sm@8,tma@4,ce"
 
@@ -155,8 +155,7 @@ def overlap_table(rows: Sequence[Row], waived: dict[str, str], layers: int) -> T
         f"{layers} layers. in sequence: the whole copy, then the compute. by layer: each layer's "
         "compute waits for that layer alone. pipeline: what both times alone allow at best. "
         "hidden: share of the copy that the compute covers. speed-up: in sequence ÷ by layer.",
-        *(f"waived, {name}: {why}" for name, why in waived.items()),
-        *(f"WRONG, {row['way']}: {row['wrong']}" for row in rows if row["wrong"]),
+        *complaints(waived, rows),
     ]
     return Table("Load-back under compute, measured", columns, shown, notes)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from hikv.measure import Candidate
 from hikv.plan import CopyPlan
@@ -57,3 +58,11 @@ def divide(
     reasons = {way: machine.obstacle(way.path, work.plans[0]) for way in ways}
     waived = {str(way): reason for way, reason in reasons.items() if reason is not None}
     return [way for way in ways if reasons[way] is None], waived
+
+
+def complaints(waived: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Notes below a table: the ways that could not run, by name, and those with wrong bytes."""
+    return [
+        *(f"waived, {name}: {why}" for name, why in waived.items()),
+        *(f"WRONG, {row['way']}: {row['wrong']}" for row in rows if row["wrong"]),
+    ]
