@@ -49,14 +49,21 @@ _BULK_STORE = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared::\w+\b
 _RING_BARRIER = re.compile(r"\bmbarrier\.init\b")
 
 
+# What compilers of Triton 3.6 and later are known to take; some end the process on another.
+_CUDA_TARGETS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+_AMD_TARGETS = ("gfx908", "gfx90a", "gfx942", "gfx950")
+
+
 def parse_target(name: str) -> GPUTarget:
-    """`"sm_90"` or `"gfx942"` as Triton's target; raises `ArgumentError` on another form."""
-    if match := re.fullmatch(r"sm_(\d{2,3})a?", name):
+    """`"sm_90"` or `"gfx942"` as Triton's target; raises `ArgumentError` for an unknown one."""
+    match = re.fullmatch(r"sm_(\d{2,3})a?", name)
+    if match and int(match[1]) in _CUDA_TARGETS:
         return GPUTarget("cuda", int(match[1]), 32)
-    if re.fullmatch(r"gfx9\d+\w?", name):
+    if name in _AMD_TARGETS:
         return GPUTarget("hip", name, 64)
+    known = ", ".join([*(f"sm_{arch}" for arch in _CUDA_TARGETS), *_AMD_TARGETS])
     raise ArgumentError(
-        "target", expected="sm_NN or gfx9NN", got=repr(name), remedy="pass e.g. sm_90 or gfx942"
+        "target", expected=f"one of {known}", got=repr(name), remedy="pass e.g. sm_90 or gfx942"
     )
 
 
@@ -71,7 +78,7 @@ class Report:
         shared_bytes: shared memory of a CTA, rings included.
         load_widths, store_widths: bytes of each access to global memory → how many a thread makes.
         loads_first: whether every 16-byte load of a tile comes ahead of its first store, along the
-            control flow of the final machine code.
+            control flow of the final machine code; `None` where no disassembler here reads it.
         bytes_in_flight: payload a CTA has requested before it waits.
         ring_buffers: loads that a ring in shared memory keeps in flight; 0 without a ring.
         stage_bytes: shared memory of each of them.
@@ -87,7 +94,7 @@ class Report:
     shared_bytes: int
     load_widths: Mapping[int, int]
     store_widths: Mapping[int, int]
-    loads_first: bool
+    loads_first: bool | None
     bytes_in_flight: int
     assembly: Mapping[str, Any] = field(repr=False)
     ring_buffers: int = 0
@@ -230,15 +237,16 @@ def compile_report(source: ASTSource, target: GPUTarget, num_warps: int, in_flig
     asm = compiled.asm
     if target.backend == "hip":
         steps = amd_steps(asm["amdgcn"])
+        first: bool | None = loads_first(steps)
         loads, stores = widths(accesses(steps))
         resources = amd_resources(asm["amdgcn"])
         assembly = {"amdgcn": asm["amdgcn"]}
     else:
         sass = disassemble(asm["cubin"])
-        steps = sass_steps(sass)
+        first = None if sass is None else loads_first(sass_steps(sass))
         loads, stores = widths(ptx_accesses(asm["ptx"]))
         resources = ptxas_resources(log.getvalue())
-        assembly = {"ptx": asm["ptx"], "cubin": asm["cubin"], "sass": sass}
+        assembly = {"ptx": asm["ptx"], "cubin": asm["cubin"], **({"sass": sass} if sass else {})}
     return Report(
         kernel=source.fn.__name__,
         target=target.arch if target.backend == "hip" else f"sm_{target.arch}",
@@ -247,16 +255,20 @@ def compile_report(source: ASTSource, target: GPUTarget, num_warps: int, in_flig
         shared_bytes=compiled.metadata.shared,
         load_widths=loads,
         store_widths=stores,
-        loads_first=loads_first(steps),
+        loads_first=first,
         bytes_in_flight=in_flight,
         assembly=assembly,
     )
 
 
-def disassemble(cubin: bytes) -> str:
-    """SASS of `cubin`, by the disassembler in Triton's wheel."""
+def disassemble(cubin: bytes) -> str | None:
+    """SASS of `cubin`, by the disassembler in Triton's wheel; `None` for a GPU newer than that."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True)
+    if "Cannot decode architecture" in done.stderr:
+        return None
+    done.check_returncode()
+    return done.stdout

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 
 def until_reader_leaves(run: Callable[[], int]) -> int:
-    """The exit code of `run`; 141 where the reader of the output has gone, as of a program that
-    SIGPIPE ended."""
+    """The exit code of `run`; 141 where the reader of the output has gone and 130 where the user
+    has interrupted it, as of a program that SIGPIPE or SIGINT ended."""
     try:
         code = run()
         sys.stdout.flush()
@@ -19,3 +19,6 @@ def until_reader_leaves(run: Callable[[], int]) -> int:
         # The reader has seen enough. Python flushes once more at exit, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return 128 + signal.SIGINT

@@ -9,6 +9,15 @@ import sys
 import pytest
 
 from hikv.cli import main
+from hikv.console import until_reader_leaves
+
+
+def test_an_interrupt_has_the_exit_code_of_one(capsys):
+    def run() -> int:
+        raise KeyboardInterrupt
+
+    assert until_reader_leaves(run) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ class HiRadixCache:
 
         `ttft`: what the engine has measured of its time to the first token, for the metrics.
         """
-        self.metrics.record(replace(self.explain(rid), ttft=ttft or TtftSplit()))
+        self.metrics.record(self.explain(rid, ttft))
         self.ledger.close(self.ledger[rid])
 
     def cancel(self, rid: Hashable) -> None:
@@ -363,8 +363,11 @@ class HiRadixCache:
             self.controller.abort(request.ticket)
         self.ledger.close(request)
 
-    def explain(self, rid: Hashable) -> Explanation:
-        """Where the request's prompt was, what was loaded, and why the rest is computed."""
+    def explain(self, rid: Hashable, ttft: TtftSplit | None = None) -> Explanation:
+        """Where the request's prompt was, what was loaded, and why the rest is computed.
+
+        `ttft`: what the engine has measured of its time to the first token.
+        """
         request = self.ledger[rid]
         lengths, host_lock = request.lengths, request.host_lock
         return Explanation(
@@ -382,6 +385,7 @@ class HiRadixCache:
             self.config.prefetch_policy,
             unusable_len=request.unusable_len,
             missing=request.missing if request.unusable_len else (),
+            ttft=ttft or TtftSplit(),
         )
 
     def reset(self) -> None:
