@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         DriverError,
         GatherError,
         HikvError,
+        InvariantError,
         PathUnavailable,
     )
     from hikv.handle import Transfer
@@ -45,6 +46,7 @@ _HOMES = {
     "HiRadixCache": "hikv.cache.hiradix",
     "HikvError": "hikv.errors",
     "HostPool": "hikv.cache.pools",
+    "InvariantError": "hikv.errors",
     "KVBuffer": "hikv.buffer",
     "KVSpec": "hikv.spec",
     "Namespace": "hikv.cache.node",
@@ -70,6 +72,7 @@ __all__ = [
     "HiRadixCache",
     "HikvError",
     "HostPool",
+    "InvariantError",
     "KVBuffer",
     "KVSpec",
     "Namespace",

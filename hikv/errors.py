@@ -55,6 +55,13 @@ class DriverError(HikvError, RuntimeError):
         super().__init__(f"{call} failed with {name} ({code}); {remedy}")
 
 
+class InvariantError(HikvError, RuntimeError):
+    """Books that cannot be: a fault of hikv, or of what wrote into its memory, never of a caller.
+
+    The message begins with the name of the broken rule.
+    """
+
+
 class GatherError(HikvError, RuntimeError):
     """A gather across ranks failed. Every rank of the group raises it with the same words.
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hikv.cache.allocator import PageAllocator, RotatingAllocator, as_ids
-from hikv.errors import ArgumentError, CapacityError, HikvError
+from hikv.errors import ArgumentError, CapacityError, InvariantError
 
 
 def test_a_fresh_pool_gives_the_lowest_ids_and_a_freed_run_comes_back_in_order() -> None:
@@ -169,20 +169,20 @@ def test_free_and_owned_are_all_pages_after_every_step(steps: list, owners: int)
 def test_check_names_what_is_broken() -> None:
     pool = PageAllocator(4)
     pool.alloc(2)
-    with pytest.raises(HikvError, match=r"^owned: .*leaked \[1\]"):
+    with pytest.raises(InvariantError, match=r"^owned: .*leaked \[1\]"):
         pool.check([0])
-    with pytest.raises(HikvError, match=r"^owned: .*claimed but free \[2\]"):
+    with pytest.raises(InvariantError, match=r"^owned: .*claimed but free \[2\]"):
         pool.check([0, 1, 2])
-    with pytest.raises(HikvError, match=r"^owned: 3 pages claimed, 2 handed out"):
+    with pytest.raises(InvariantError, match=r"^owned: 3 pages claimed, 2 handed out"):
         pool.check([0, 1, 1])
     pool._owned[3] = True
-    with pytest.raises(HikvError, match=r"^partition:"):
+    with pytest.raises(InvariantError, match=r"^partition:"):
         pool.check()
     rotating = RotatingAllocator(4, 2)
     swapped = [stack.take(1).copy() for stack in rotating._free]
     for stack, pages in zip(rotating._free, reversed(swapped), strict=True):
         stack.give(pages)
-    with pytest.raises(HikvError, match=r"^owner: .* list of 0"):
+    with pytest.raises(InvariantError, match=r"^owner: .* list of 0"):
         rotating.check()
 
 

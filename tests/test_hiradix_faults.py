@@ -10,7 +10,7 @@ from hikv.cache.hiradix import ANYONE
 from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import HOST
 from hikv.cache.requests import Lengths, LoadBack
-from hikv.errors import ArgumentError, HikvError
+from hikv.errors import ArgumentError, InvariantError
 
 
 def test_an_eviction_waits_for_backups_that_hold_all_there_is() -> None:
@@ -203,16 +203,16 @@ def test_a_leak_is_reported_by_name() -> None:
     settle(cache)
     cache.acquire("r", [1, 2])
     lost = cache.device.allocator.alloc(1)
-    with pytest.raises(HikvError, match=r"owned: .*leaked"):
+    with pytest.raises(InvariantError, match=r"owned: .*leaked"):
         cache.check()
     cache.device.allocator.free(lost)
     request = cache.ledger["r"]
     request.pages = np.append(request.pages, lost)
-    with pytest.raises(HikvError, match=r"table: .*no hold on"):
+    with pytest.raises(InvariantError, match=r"table: .*no hold on"):
         cache.check()
     request.pages = request.pages[:-1]
     del cache.ledger.requests["r"]
-    with pytest.raises(HikvError, match=r"locks: .*held by nobody"):
+    with pytest.raises(InvariantError, match=r"locks: .*held by nobody"):
         cache.check()
 
 
@@ -222,8 +222,8 @@ def test_a_copy_without_its_books_is_reported_by_name() -> None:
     serve(cache, [2])
     queue = cache.controller.queues[HOST]
     queue.rotate()
-    with pytest.raises(HikvError, match="tickets: the host queue is out of order"):
+    with pytest.raises(InvariantError, match="tickets: the host queue is out of order"):
         cache.check()
     queue.pop()
-    with pytest.raises(HikvError, match=r"tickets: .*disagree"):
+    with pytest.raises(InvariantError, match=r"tickets: .*disagree"):
         cache.check()

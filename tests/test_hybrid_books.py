@@ -11,7 +11,7 @@ from hybrid_cases import entries, hybrid_cache, serve
 from hikv.cache.hiradix import ANYONE, HiRadixCache
 from hikv.cache.holding import ABSENT, Holding
 from hikv.cache.node import DEVICE, HOST
-from hikv.errors import HikvError
+from hikv.errors import InvariantError
 
 TEN = list(range(10))
 
@@ -122,5 +122,5 @@ def test_broken_books_are_reported_by_name(
 ) -> None:
     cache, holding = scene(in_flight)
     breaks(cache, holding)
-    with pytest.raises(HikvError, match=name):
+    with pytest.raises(InvariantError, match=name):
         cache.check()

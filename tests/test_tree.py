@@ -9,7 +9,7 @@ import pytest
 
 from hikv.cache.node import DEVICE, HOST, Namespace, Node
 from hikv.cache.tree import RadixTree
-from hikv.errors import ArgumentError, HikvError
+from hikv.errors import ArgumentError, InvariantError
 
 NONE = Namespace()
 
@@ -298,7 +298,7 @@ def test_a_page_on_a_wrong_owner_is_reported() -> None:
     tree.insert_host(NONE, [4, 5], [1, 2], start=0)
     tree.check()
     leaf(tree, [4, 5]).pages[HOST][1] = 3
-    with pytest.raises(HikvError, match=r"^rotation:.*host pages on other owners"):
+    with pytest.raises(InvariantError, match=r"^rotation:.*host pages on other owners"):
         tree.check()
 
 
@@ -399,5 +399,5 @@ def test_every_broken_invariant_is_reported_by_name(name: str, damage: Callable)
     tree.begin_backup([leaf(tree, [1, 2, 3, 4, 9, 9])], [14])
     tree.check()
     damage(tree, node)
-    with pytest.raises(HikvError, match=f"^{name}:"):
+    with pytest.raises(InvariantError, match=f"^{name}:"):
         tree.check()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hikv.errors import ArgumentError, CapacityError, HikvError
+from hikv.errors import ArgumentError, CapacityError, InvariantError
 
 PageIds = npt.NDArray[np.int64]
 
@@ -123,20 +123,20 @@ class PageAllocator:
         """Prove that free and owned pages are disjoint and together are all pages.
 
         `owned`: what the pages' holders claim, each page once; compared with what was handed out.
-        Raises `HikvError` naming the broken rule.
+        Raises `InvariantError` naming the broken rule.
         """
         free = np.concatenate([stack.ids() for stack in self._free])
         for owner, stack in enumerate(self._free):
             if np.any(stack.ids() % self.num_owners != owner):
-                raise HikvError(f"owner: a page of another owner is on the free list of {owner}")
+                raise InvariantError(f"owner: a page of another is on the free list of {owner}")
         held = np.flatnonzero(self._owned) + self.first_page
         every = np.arange(self.first_page, self.first_page + self.num_pages)
         if not np.array_equal(np.sort(np.concatenate([free, held])), every):
-            raise HikvError("partition: free and owned pages are not disjoint or not all pages")
+            raise InvariantError("partition: free and owned pages overlap or are not all pages")
         claimed = held if owned is None else as_ids("owned", owned)
         if not np.array_equal(np.sort(claimed), held):
             leaked, stolen = np.setdiff1d(held, claimed), np.setdiff1d(claimed, held)
-            raise HikvError(
+            raise InvariantError(
                 f"owned: {claimed.size} pages claimed, {held.size} handed out; leaked "
                 f"{leaked[:8].tolist()}, claimed but free {stolen[:8].tolist()}"
             )

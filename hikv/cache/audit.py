@@ -10,17 +10,17 @@ import numpy as np
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.node import TIERS, Node
-from hikv.errors import HikvError
+from hikv.errors import InvariantError
 
 if TYPE_CHECKING:
     from hikv.cache.structure import Structure
 
 
 def check_structure(tree: Structure) -> None:
-    """Raises `HikvError`, whose message begins with the name of the first broken invariant."""
+    """Raises `InvariantError`, whose message begins with the name of the first broken rule."""
     nodes = list(tree.nodes())
     for problem in (*_shapes(tree, nodes), *_holdings(tree, nodes), *_books(tree, nodes)):
-        raise HikvError(problem)
+        raise InvariantError(problem)
 
 
 def _shapes(tree: Structure, nodes: list[Node]) -> Iterator[str]:

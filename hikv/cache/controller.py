@@ -30,7 +30,7 @@ from hikv.cache.lanes import Copy, CopyFailed, CopyRequest, Fence, Lane, StreamL
 from hikv.cache.node import DEVICE, HOST, TIERS, Landed, Node, Operation
 from hikv.cache.pools import DevicePool, HostPool, PagePool
 from hikv.cache.tree import RadixTree
-from hikv.errors import ArgumentError, HikvError
+from hikv.errors import ArgumentError, InvariantError
 
 
 @dataclass(eq=False)
@@ -228,14 +228,14 @@ class Controller:
                 self.abort(ticket)
 
     def check(self) -> None:
-        """Every operation of the tree is on one queue. Raises `HikvError`."""
+        """Every operation of the tree is on one queue. Raises `InvariantError`."""
         tickets = [ticket for queue in self.queues for ticket in queue]
         if {ticket.operation for ticket in tickets} != self.tree.operations:
-            raise HikvError("tickets: the queues and the tree disagree on what is in flight")
+            raise InvariantError("tickets: the queues and the tree disagree on what is in flight")
         for tier in (DEVICE, HOST):
             serials = [ticket.operation.serial for ticket in self.queues[tier]]
             if serials != sorted(serials):
-                raise HikvError(f"tickets: the {TIERS[tier]} queue is out of order")
+                raise InvariantError(f"tickets: the {TIERS[tier]} queue is out of order")
 
     def close(self) -> None:
         """Close both lanes."""

@@ -50,7 +50,7 @@ from hikv.cache.requests import (
 )
 from hikv.cache.trail_audit import check_trails
 from hikv.cache.tree import RadixTree
-from hikv.errors import ArgumentError, CapacityError, HikvError
+from hikv.errors import ArgumentError, CapacityError, InvariantError
 
 ANYONE = Namespace()
 
@@ -414,7 +414,7 @@ class HiRadixCache:
     def check(self) -> None:
         """Prove the books: free and owned pages are disjoint and all, every count equals a walk of
         the tree, every lock has an owner, and no request names a page that is free. Raises
-        `HikvError` naming the broken rule."""
+        `InvariantError` naming the broken rule."""
         self.tree.check()
         self.controller.check()
         self.ledger.check()
@@ -427,7 +427,7 @@ class HiRadixCache:
         owned |= {each.guard for each in cargo if each.guard is not None}
         strange = [lock for lock in self.tree.locks ^ owned if lock.deadline == inf]
         if strange:
-            raise HikvError(f"locks: {strange} are held by nobody, or owned but not held")
+            raise InvariantError(f"locks: {strange} are held by nobody, or owned but not held")
         check_trails(self.hybrid, self.tree, self.ledger.requests.values(), cargo)
 
     def stats(self) -> dict[str, int]:

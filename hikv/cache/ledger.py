@@ -13,7 +13,7 @@ from hikv.cache.node import DEVICE, Inserted, Lock, Match, Namespace, Node, Toke
 from hikv.cache.placement import Placement
 from hikv.cache.requests import Lengths, Request
 from hikv.cache.shares import Shares
-from hikv.errors import ArgumentError, HikvError
+from hikv.errors import ArgumentError, InvariantError
 
 
 class Ledger:
@@ -205,12 +205,14 @@ class Ledger:
         self.placement.free(DEVICE, done.duplicates)
 
     def check(self) -> None:
-        """Every page that a request's table names is in the tree or its own. Raises `HikvError`."""
+        """Every page that a table names is the tree's or its own. Raises `InvariantError`."""
         held = self.tree.owned(DEVICE)
         for request in self.requests.values():
             astray = np.setdiff1d(request.pages, [*held, *request.own])
             if astray.size and request.failed is None:
-                raise HikvError(f"table: {request!r} names pages {astray} that it has no hold on")
+                raise InvariantError(
+                    f"table: {request!r} names pages {astray} that it has no hold on"
+                )
 
     def own_pages(self) -> PageIds:
         """Every page that some request owns."""

@@ -70,7 +70,7 @@ class Structure:
         return join(held)
 
     def check(self) -> None:
-        """Walk everything; raises `HikvError` naming the first invariant that does not hold."""
+        """Walk everything; raises `InvariantError` naming the first broken rule."""
         check_structure(self)
 
     def _attach(self, parent: Node, tokens: Tokens, num_pages: int) -> Node:

@@ -14,14 +14,14 @@ from hikv.cache.node import DEVICE, HOST, TIERS, Node, join
 from hikv.cache.requests import Request
 from hikv.cache.trails import Trail
 from hikv.cache.tree import RadixTree
-from hikv.errors import HikvError
+from hikv.errors import InvariantError
 
 
 def check_trails(
     hybrid: Hybrid, tree: RadixTree, requests: Collection[Request], flying: list[Cargo]
 ) -> None:
-    """`flying`: the cargo of every copy in flight. Raises `HikvError`, whose message begins with
-    the component and the name of the first broken invariant."""
+    """`flying`: the cargo of every copy in flight. Raises `InvariantError`, whose message begins
+    with the component and the name of the first broken rule."""
     nodes = list(tree.nodes())
     owned = {lock for request in requests for lock in request.trail_locks}
     owned.update(hybrid.pinned())
@@ -34,9 +34,11 @@ def check_trails(
             _counts(trail, nodes),
             _tables(trail, nodes, requests, cargo),
         ):
-            raise HikvError(f"{name}: {problem}")
+            raise InvariantError(f"{name}: {problem}")
         if strange := trail.locks ^ {lock for lock in owned if lock.trail is trail}:
-            raise HikvError(f"{name}: locks: {strange} are held by nobody, or owned but not held")
+            raise InvariantError(
+                f"{name}: locks: {strange} are held by nobody, or owned but not held"
+            )
         own = [request.shares[name].own for request in requests]
         private = [np.array(each.private[-1:]) for each in cargo if each.private is not None]
         trail.pools[DEVICE].allocator.check(join([*_pages(trail, nodes, DEVICE), *own, *private]))
