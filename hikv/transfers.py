@@ -213,7 +213,8 @@ def _launch_on_gpu(
     handles = [handle for handle, _ in copies]
     try:
         _wait_for(fences, stream)
-        launches = [_launcher(handle.plan, choice, stream) for handle, choice in copies]
+        pages = _upload_pages(copies, stream)
+        launches = [_launcher(choice, stream, pages) for _, choice in copies]
         if turns is None:
             for handle, launch in zip(handles, launches, strict=True):
                 launch(handle.plan)
@@ -241,10 +242,22 @@ def _wait_for(fences: Iterable[Fence], stream: torch.cuda.Stream) -> None:
             stream.wait_stream(fence)
 
 
+def _upload_pages(
+    copies: Sequence[tuple[Transfer, Choice]], stream: torch.cuda.Stream
+) -> torch.Tensor | None:
+    """The page ids that all `copies` share, on their way to the GPU for those that read them."""
+    readers = [choice.path for _, choice in copies if PATHS[choice.path].shares_pages]
+    if not readers:
+        return None
+    plan = copies[0][0].plan
+    with on_stream(readers[0], plan, stream) as device:
+        return upload_pages(plan, device)
+
+
 def _launcher(
-    plan: CopyPlan, choice: Choice, stream: torch.cuda.Stream
+    choice: Choice, stream: torch.cuda.Stream, pages: torch.Tensor | None
 ) -> Callable[[CopyPlan], Any]:
-    """What queues `plan`, or some of its layers, as chosen; the page ids are on their way."""
+    """What queues a plan, or some of its layers, as chosen."""
     path = PATHS[choice.path]
     options: dict[str, Any] = {"stream": stream}
     if path.block_quota:
@@ -252,8 +265,7 @@ def _launcher(
     if choice.config is not None and path.config is not None:
         options["config"] = path.config(**choice.config)
     if path.shares_pages:
-        with on_stream(path.name, plan, stream) as device:
-            options["pages"] = upload_pages(plan, device)
+        options["pages"] = pages
     return partial(path.launch, **options)
 
 

@@ -260,8 +260,10 @@ def test_a_stream_of_another_gpu_or_under_capture_is_refused(monkeypatch, captur
 
 def in_turns(monkeypatch, launch, turns) -> list[transfers.Transfer]:
     """Two copies, of 3 and of 2 layers, queued by `launch` on a stream that is not there."""
-    path = replace(PATHS["sm"], launch=launch, shares_pages=False)
-    monkeypatch.setitem(PATHS, "sm", path)
+    monkeypatch.setitem(PATHS, "sm", replace(PATHS["sm"], launch=launch))
+    monkeypatch.setattr(transfers, "on_stream", lambda *_: nullcontext("cuda"))
+    uploads = iter(["the page ids"])  # once for both
+    monkeypatch.setattr(transfers, "upload_pages", lambda *_: next(uploads))
     monkeypatch.setattr(hikv.handle, "_IN_FLIGHT", deque())
     handles = []
     for num_layers in (3, 2):
@@ -298,7 +300,7 @@ def test_copies_take_turns_by_layer(monkeypatch, turns, order):
     queued = []
 
     def launch(plan, **options):
-        assert options["block_quota"] == 2
+        assert (options["block_quota"], options["pages"]) == (2, "the page ids")
         queued.append((plan.src.spec.num_layers, *plan.layers))
 
     handles = in_turns(monkeypatch, launch, turns)
