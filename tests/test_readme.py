@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import hikv
+from hikv.cache.explain import REASONS
+from hikv.cache.metrics import Metrics
+from hikv.env import KNOWN
 from hikv.layout import get_layout, list_layouts
 from hikv.transfers import PATHS
 
@@ -16,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def rows(first_title: str) -> list[list[str]]:
-    """Cells of the table whose first column is called `first_title`."""
-    table = re.search(rf"\| {first_title} \|.*\n\|[-|]+\n((?:\|.*\n)+)", README)
+def rows(first_title: str, page: str = README) -> list[list[str]]:
+    """Cells of the table of `page` whose first column is called `first_title`."""
+    table = re.search(rf"\| {first_title} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page)
     assert table is not None
     return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in table[1].splitlines()]
 
@@ -76,3 +80,22 @@ def test_both_commands_are_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make ([a-z-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_operations_names_every_series_reason_and_variable():
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    told = [name for row in rows("series", page) for name in re.findall(r"hikv_\w+", row[0])]
+    rendered = Metrics().render()
+    assert len(told) == len(set(told))
+    assert set(told) == set(re.findall(r"^# TYPE (\w+)", rendered, re.MULTILINE))
+    for series, labels, _ in rows("series", page):
+        for label, values in re.findall(r"(\w+)` ([a-z_, ]+)", labels):
+            for value in values.split(", "):
+                for name in re.findall(r"hikv_\w+", series):
+                    assert f'{name}{{{label}="{value}"' in rendered.replace("_bucket", "")
+    assert dict(rows("reason", page)) == REASONS
+    assert [row[0] for row in rows("variable", page)] == list(KNOWN)
+    errors = {row[0] for row in rows("error", page)}
+    assert errors == {name for name in hikv.__all__ if name.endswith(("Error", "Unavailable"))} - {
+        "HikvError"
+    } | {"CopyFailed"}
