@@ -120,7 +120,7 @@ class HiCacheConfig:
                     each.name,
                     expected=allowed.text + (", or None" if each.default is None else ""),
                     got=repr(value),
-                    remedy=f"it says: {each.metadata['meaning']}",
+                    remedy=f"the option says: {each.metadata['meaning']}",
                 )
         object.__setattr__(self, "storage_options", dict(self.storage_options))
         for conflict in CONFLICTS:
