@@ -102,6 +102,25 @@ def test_a_load_of_160_pages_fails_at_page_87() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_load_that_another_insert_saw_fail_is_reported_by_the_next_poll(leaves: bool) -> None:
+    lanes = manual_lanes()
+    cache = small_cache(lanes=lanes)
+    for tokens in ([1, 2], [3, 4]):
+        on_host(cache, tokens)
+    for rid, tokens in (("first", [1, 2]), ("second", [3, 4])):
+        cache.acquire(rid, tokens)
+        assert cache.load_back(rid) == LoadBack("loading", 2)
+    lanes[0].copies[-2].complete(0)
+    cache.insert("second")  # waits for its own load, and so for the one before it
+    if leaves:
+        cache.cancel("first")
+        cache.acquire("first", [5])
+    assert cache.poll().failed == ([] if leaves else ["first"])
+    assert cache.poll().failed == []
+    cache.check()
+
+
 @pytest.mark.parametrize("tier", [0, HOST])
 def test_a_failure_in_page_3_of_8_leaves_2(tier: int) -> None:
     lanes = manual_lanes()

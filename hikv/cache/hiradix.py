@@ -130,12 +130,12 @@ class HiRadixCache:
         """
         loads, backups = self.ready() if limits is None else limits
         backed_up = self.placement.acknowledge_backups(backups)
-        loaded, failed = self.loader.acknowledge(loads)
+        loaded = self.loader.acknowledge(loads)
         self.tree.expire_pins()
         self.hybrid.expire_pins(self.tree)
         self._set_gauges()
         self.events.deliver()
-        return Progress(backed_up, loaded, failed)
+        return Progress(backed_up, loaded, self.ledger.failures())
 
     def ready(self) -> tuple[int, int]:
         """How many load-backs and backups `poll()` would acknowledge; ranks take the minimum."""

@@ -27,6 +27,7 @@ class Ledger:
         self.placement, self.tree = placement, placement.tree
         self.hybrid, self.shares = placement.hybrid, Shares(placement)
         self.requests: dict[Hashable, Request] = {}
+        self._failed: list[Request] = []
 
     def __getitem__(self, rid: Hashable) -> Request:
         """The open request `rid`. Raises `ArgumentError`."""
@@ -148,14 +149,14 @@ class Ledger:
         extend = request.tokens.size - request.lengths.device_len - loaded
         request.lengths = replace(request.lengths, loaded_len=loaded, extend_len=extend)
 
-    def loaded(self, done: Acknowledged) -> Request | None:
-        """A load-back is through; returns its request if that is open and has lost pages."""
+    def loaded(self, done: Acknowledged) -> None:
+        """A load-back is through, in whichever way."""
         ticket, surplus = done.ticket, done.landed.surplus
         request = self.requests.get(ticket.rid)
         if request is None or request.ticket is not ticket:
             self.placement.free(DEVICE, surplus)
             self.placement.free_cargo(ticket.cargo)
-            return None
+            return
         self.shares.arrived(request, ticket.cargo)
         # Its table names these pages, those too that another request has overtaken.
         request.own, request.ticket = join([request.own, surplus]), None
@@ -163,13 +164,18 @@ class Ledger:
         if held:
             self.protect(request, held[-1])
         if done.whole:
-            return None
+            return
         what = f"{done.arrived} of {ticket.mine.size} pages" if ticket.mine.size else "no state"
         request.failed = f"{what} arrived: {ticket.failure()}"
         request.reasons = ("copy_failed",)
         if request.loads:
             self.set_loaded(request, 0 if ticket.cargo else done.arrived)
-        return request
+        self._failed.append(request)
+
+    def failures(self) -> list[Hashable]:
+        """Open requests whose load-back has failed since this was last asked."""
+        failed, self._failed = self._failed, []
+        return [each.rid for each in failed if self.requests.get(each.rid) is each]
 
     def misfit(self, request: Request, prompt: Tokens) -> str | None:
         """Why its pages for `prompt` cannot join the cached prefix, or `None`."""

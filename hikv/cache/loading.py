@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.events import EventStream
 from hikv.cache.ledger import Ledger
@@ -61,18 +59,16 @@ class Loader:
             reasons = ("load_back_threshold",)
         return LoadBack("loading", (goal - ready) * page, reasons)
 
-    def acknowledge(self, count: int) -> tuple[int, list[Hashable]]:
-        """Take so many load-backs off the queue: the pages that arrived, and the open requests
-        whose copy failed."""
-        loaded, failed = 0, []
+    def acknowledge(self, count: int) -> int:
+        """Take so many load-backs off the queue; returns the pages that arrived."""
+        loaded = 0
         for done in self.placement.controller.acknowledge(DEVICE, count):
             self.placement.count(done)
             for node in done.landed.nodes:
                 self.events.stored(node, DEVICE)
             loaded += done.arrived
-            if request := self.ledger.loaded(done):
-                failed.append(request.rid)
-        return loaded, failed
+            self.ledger.loaded(done)
+        return loaded
 
     def _goal(self, node: Node, have: int, cap: int) -> int:
         """The boundary to load up to, at most `cap` pages: one that pays, or needs no full KV."""

@@ -89,8 +89,8 @@ class InsertResult(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a `poll` acknowledged: pages backed up and loaded, and the requests whose load-back
-    failed, each of which has to be cancelled and acquired again."""
+    """What a `poll` acknowledged: pages backed up and loaded; and the open requests whose load-back
+    has failed since the last one, each of which has to be cancelled and acquired again."""
 
     backed_up: int
     loaded: int
