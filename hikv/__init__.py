@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hikv.errors import (
         ArgumentError,
         CapacityError,
+        CopyFailed,
         DriverError,
         GatherError,
         HikvError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArgumentError": "hikv.errors",
     "CapacityError": "hikv.errors",
+    "CopyFailed": "hikv.errors",
     "CopyPlan": "hikv.plan",
     "DeviceInfo": "hikv.device",
     "DevicePool": "hikv.cache.pools",
@@ -63,6 +65,7 @@ _HOMES = {
 __all__ = [
     "ArgumentError",
     "CapacityError",
+    "CopyFailed",
     "CopyPlan",
     "DeviceInfo",
     "DevicePool",

@@ -6,6 +6,8 @@ the constructors below, so no message can leave one of the four out.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 
 class HikvError(Exception):
     """Base of every error that hikv raises on purpose."""
@@ -47,6 +49,11 @@ class CapacityError(HikvError, MemoryError):
         super().__init__(f"{what}: needs {required} {unit}, {available} available; {remedy}")
 
 
+class CopyFailed(HikvError, RuntimeError):
+    """The copy that someone waits for did not bring its bytes; the message says why, and so does
+    `__cause__` where that was an exception."""
+
+
 class DriverError(HikvError, RuntimeError):
     """A CUDA driver call failed; `call`, `code` and `name` say which and how."""
 
@@ -78,4 +85,12 @@ def check_type(argument: str, value: object, kind: type, *, remedy: str) -> None
     if not isinstance(value, kind):
         raise ArgumentError(
             argument, expected=f"a {kind.__name__}", got=type(value).__name__, remedy=remedy
+        )
+
+
+def check_count(argument: str, value: object, *, remedy: str) -> None:
+    """Raise `ArgumentError` unless `value` is a whole number of at least 0."""
+    if not isinstance(value, Integral) or value < 0:
+        raise ArgumentError(
+            argument, expected="a whole number, 0 or more", got=repr(value), remedy=remedy
         )

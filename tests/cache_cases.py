@@ -12,10 +12,11 @@ import torch
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.draft import DraftMode
 from hikv.cache.hiradix import ANYONE, HiRadixCache
-from hikv.cache.lanes import CopyFailed, CopyRequest
+from hikv.cache.lanes import CopyRequest
 from hikv.cache.node import DEVICE, HOST, Namespace
 from hikv.cache.pools import DevicePool, HostPool, PagePool
 from hikv.cache.requests import Request
+from hikv.errors import CopyFailed
 from hikv.spec import KVSpec
 from hikv.transfers import transfer
 

@@ -23,10 +23,10 @@ from cache_cases import (
 
 from hikv.cache import lanes
 from hikv.cache.hiradix import ANYONE
-from hikv.cache.lanes import CopyFailed, CopyRequest, StreamLane, ThreadLane
+from hikv.cache.lanes import CopyRequest, StreamLane, ThreadLane
 from hikv.cache.node import DEVICE, HOST
 from hikv.cache.pools import DevicePool, HostPool
-from hikv.errors import ArgumentError, DriverError
+from hikv.errors import ArgumentError, CopyFailed, DriverError
 
 PATIENCE = 30  # seconds, only ever spent by a test that fails
 

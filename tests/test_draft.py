@@ -31,9 +31,9 @@ from hikv.cache import lanes
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.draft import Packed, Sidecar, host_buffers
 from hikv.cache.hiradix import ANYONE, HiRadixCache
-from hikv.cache.lanes import CopyFailed, CopyRequest, StreamLane, ThreadLane
+from hikv.cache.lanes import CopyRequest, StreamLane, ThreadLane
 from hikv.cache.pools import DevicePool, HostPool
-from hikv.errors import ArgumentError, DriverError
+from hikv.errors import ArgumentError, CopyFailed, DriverError
 from hikv.host_memory import Budget
 from hikv.kernels.reference import reference
 from hikv.pinned import allocate_pinned

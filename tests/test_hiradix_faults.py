@@ -7,10 +7,9 @@ import pytest
 from cache_cases import compute, manual_lanes, on_host, serve, settle, small_cache, wrong_pages
 
 from hikv.cache.hiradix import ANYONE
-from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import HOST
 from hikv.cache.requests import Lengths, LoadBack
-from hikv.errors import ArgumentError, InvariantError
+from hikv.errors import ArgumentError, CopyFailed, InvariantError
 
 
 def test_an_eviction_waits_for_backups_that_hold_all_there_is() -> None:

@@ -16,10 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import TIERS, Namespace
 from hikv.cache.requests import Request
-from hikv.errors import ArgumentError, CapacityError
+from hikv.errors import ArgumentError, CapacityError, CopyFailed
 
 SPACES = [Namespace(), Namespace.of(salt="s")]
 PAGE = 2

@@ -17,10 +17,9 @@ from hybrid_cases import (
 )
 
 from hikv.cache.hiradix import ANYONE
-from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import DEVICE, HOST
 from hikv.cache.requests import Lengths, LoadBack
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, CopyFailed
 
 TEN = list(range(10))
 
@@ -332,8 +331,8 @@ def test_a_state_that_cannot_be_copied_leaves_nothing_behind(refused: bool) -> N
 
 
 @pytest.mark.parametrize("verb", ["cancel", "release"])
-def test_leaving_while_its_state_is_copied_keeps_both_pages_until_then(verb: str) -> None:
-    """Otherwise the copy would read, or write, what is another's by then."""
+def test_a_state_that_is_copied_stays_while_somebody_waits_for_the_copy(verb: str) -> None:
+    """Both pages do; once the request has left, only the one that the copy still writes."""
     lanes = manual_lanes()
     cache = hybrid_cache(lanes=lanes, states=(2, 2))
     serve(cache, TEN)
@@ -342,14 +341,16 @@ def test_leaving_while_its_state_is_copied_keeps_both_pages_until_then(verb: str
     cache.allocate("r", 10)
     copy = lanes[DEVICE].copies[-1]
     copy.running = True
+    assert cache.evict(64) == cache.evict(64, "device", "state") == 0
     getattr(cache, verb)("r")
     proved(cache)
-    assert cache.stats()["state_device_free"] == 0
-    assert cache.evict(64) == 0, "its KV and its state are the source"
+    assert cache.evict(64, "device", "state") == 1
+    assert cache.evict(64) == 10
+    assert cache.stats()["state_device_free"] == 1, "the other is being written"
     copy.complete()
     cache.poll()
     proved(cache)
-    assert cache.stats()["state_device_free"] == 1
+    assert cache.stats()["state_device_free"] == 2
 
 
 def test_a_backup_of_which_a_part_fails_is_made_again_when_the_leaf_leaves() -> None:

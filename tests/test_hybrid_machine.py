@@ -25,9 +25,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from test_hiradix_machine import INDEX, PAGE, PROMPTS, SPACES, Machine, Refused, Running
 
-from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import DEVICE, TIERS, Namespace
-from hikv.errors import CapacityError
+from hikv.errors import CapacityError, CopyFailed
 
 
 class HybridMachine(Machine):

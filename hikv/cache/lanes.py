@@ -18,7 +18,7 @@ import torch
 
 from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
-from hikv.errors import ArgumentError, HikvError
+from hikv.errors import ArgumentError, CopyFailed
 from hikv.handle import Transfer
 from hikv.spec import KVSpec
 from hikv.transfers import queue_behind, transfer, transfer_in_turns
@@ -37,10 +37,6 @@ def as_fences(fences: Fences) -> Sequence[Fence]:
 
 
 _WITHDRAWN_CHECK = 0.05  # seconds: a fence that nobody sets must not keep a copy that is withdrawn
-
-
-class CopyFailed(HikvError):
-    """The copy that someone waits for did not bring its bytes; `__cause__` says why."""
 
 
 @dataclass(frozen=True)

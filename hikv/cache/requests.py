@@ -11,10 +11,9 @@ import torch
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Ticket
-from hikv.cache.lanes import CopyFailed
 from hikv.cache.node import NO_IDS, Lock, Namespace, Node, Tokens
 from hikv.cache.trails import Boundary, TrailLock
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, CopyFailed
 
 if TYPE_CHECKING:
     from hikv.cache.shares import StateShare, WindowShare
