@@ -9,7 +9,7 @@ import numpy as np
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.holding import ABSENT, Holding, Positions
-from hikv.cache.node import NO_IDS, Lock, Node, join
+from hikv.cache.node import NO_IDS, Node, join
 from hikv.cache.trails import Trail
 
 
@@ -21,8 +21,8 @@ class Cargo:
         holdings: whose entries arrive; a split adds the upper half.
         sources, pages: page ids to copy from the other tier, pair by pair.
         private: `(source tier, source page, page)`: a page of `tier` that comes to belong to a
-            request instead of a node.
-        guard: keeps the source of a private copy within one tier.
+            request instead of a node. That request's receipts keep the source; once it is closed,
+            nobody reads the copy.
         surplus: once finished, the pages that found no place.
     """
 
@@ -32,7 +32,6 @@ class Cargo:
     sources: list[PageIds | None] = field(default_factory=list)
     pages: list[PageIds | None] = field(default_factory=list)
     private: tuple[int, int, int] | None = None
-    guard: Lock | None = None
     surplus: PageIds = field(default_factory=lambda: NO_IDS)
 
     def add(self, node: Node, where: Positions, pages: PageIds) -> None:
@@ -63,8 +62,8 @@ class Cargo:
         return moved * self.trail.pools[self.tier].bytes_per_page
 
     def finish(self, whole: bool) -> None:
-        """Make the entries visible if the copy was `whole`, where their nodes have full KV and
-        nobody else has filled them; the rest is `surplus`."""
+        """Let the sources go, and make the entries visible if the copy was `whole`, where their
+        nodes have full KV and nobody else has filled them; the rest is `surplus`."""
         surplus: list[PageIds | None] = []
         for holding in self.holdings:
             awaited, tier = holding.arriving[self.tier], self.tier

@@ -26,11 +26,11 @@ from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds
 from hikv.cache.cargo import Cargo
 from hikv.cache.convoy import submit_all
-from hikv.cache.lanes import Copy, CopyFailed, CopyRequest, Fence, Lane, StreamLane, ThreadLane
+from hikv.cache.lanes import Copy, CopyRequest, Fence, Lane, StreamLane, ThreadLane
 from hikv.cache.node import DEVICE, HOST, TIERS, Landed, Node, Operation
 from hikv.cache.pools import DevicePool, HostPool, PagePool
 from hikv.cache.tree import RadixTree
-from hikv.errors import ArgumentError, InvariantError
+from hikv.errors import ArgumentError, CopyFailed, InvariantError
 
 
 @dataclass(eq=False)
@@ -150,7 +150,8 @@ class Controller:
                 self.tree.finish(operation, 0)
                 raise
         except BaseException:
-            self._unload(cargo, whole=False)
+            for each in cargo:
+                each.finish(whole=False)
             raise
         self.queues[tier].append(ticket)
         return ticket
@@ -185,13 +186,6 @@ class Controller:
         copy = submit_all(self._lanes[tier], requests)
         return Ticket(operation, copy, mine, nbytes, rid, cargo)
 
-    def _unload(self, cargo: Sequence[Cargo], whole: bool) -> None:
-        """End the wait for `cargo`, and let its sources go."""
-        for each in cargo:
-            each.finish(whole)
-            if each.guard is not None:
-                self.tree.release(each.guard)
-
     def ready(self, tier: int) -> int:
         """How many copies at the front of the queue into `tier` are done."""
         return sum(1 for _ in takewhile(lambda ticket: ticket.copy.done(), self.queues[tier]))
@@ -207,7 +201,8 @@ class Controller:
             arrived = ticket.arrived()
             self.queues[tier].popleft()
             done = Acknowledged(ticket, arrived, self.tree.finish(ticket.operation, arrived))
-            self._unload(ticket.cargo, done.whole)
+            for each in ticket.cargo:
+                each.finish(done.whole)
             yield done
 
     def place(self, ticket: Ticket) -> int:

@@ -424,7 +424,6 @@ class HiRadixCache:
         owned |= {k for r in self.ledger.requests.values() for k in self.ledger.locks(r)}
         tickets = [ticket for queue in self.controller.queues for ticket in queue]
         cargo = [each for ticket in tickets for each in ticket.cargo]
-        owned |= {each.guard for each in cargo if each.guard is not None}
         strange = [lock for lock in self.tree.locks ^ owned if lock.deadline == inf]
         if strange:
             raise InvariantError(f"locks: {strange} are held by nobody, or owned but not held")

@@ -261,12 +261,9 @@ class Shares:
 
     def _fork(self, cargo: Cargo, at: Boundary, page: int) -> None:
         """Let `cargo` bring the state of `at`, from wherever it is, to the request's `page`."""
-        tree = self.placement.tree
         node, _, stop = next(cargo.trail.needed(at))
         tier, source = cargo.trail.find(node, stop - 1)
         cargo.private = (tier, source, page)
-        if tier == cargo.tier:
-            cargo.guard = tree.lock(node, tier)
 
     @staticmethod
     def _name_slots(request: Request, cargo: Sequence[Cargo]) -> None:
