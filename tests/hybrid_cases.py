@@ -23,8 +23,14 @@ def rows(page_size: int, width: int, layers: int = 1) -> KVSpec:
     return KVSpec(layers, 1, width, page_size, torch.uint8, latent=True)
 
 
-def pools(specs: dict[str, KVSpec], device_pages: int, host_pages: int, config: HiCacheConfig):
-    device = DevicePool.empty(specs, "layer_first", device_pages)
+def pools(
+    specs: dict[str, KVSpec],
+    device_pages: int,
+    host_pages: int,
+    config: HiCacheConfig,
+    reserved: int = 0,
+):
+    device = DevicePool.empty(specs, "layer_first", device_pages + reserved, reserved=reserved)
     host = HostPool.beside(device, config, num_pages=host_pages)
     for pool in (device, host):
         for buffer in pool.buffers.values():
@@ -43,19 +49,22 @@ def hybrid_cache(
     lanes: tuple | None = None,
     on_event=None,
     clock=lambda: 0.0,
+    reserved: int = 0,
     **settings,
 ) -> HiRadixCache:
     """Pools of `(GPU pages, host pages)`; `window` in tokens, default 3 pages, 0 for none."""
     config = HiCacheConfig(**{"load_back_threshold": 0, "mem_layout": "page_first", **settings})
-    device, host = pools({"kv": spec(page_size), "indexer": rows(page_size, 12)}, *kv, config)
+    device, host = pools(
+        {"kv": spec(page_size), "indexer": rows(page_size, 12)}, *kv, config, reserved
+    )
     window = 3 * page_size if window is None else window
     components: list = []
     if states is not None:
         kinds = {"conv": rows(1, 8), "ssm": rows(1, 20, 2)}
-        components.append(Recurrent("state", *pools(kinds, *states, config)))
+        components.append(Recurrent("state", *pools(kinds, *states, config, reserved)))
     if window:
         kinds = {"swa": spec(page_size, 3), "swa_scales": rows(page_size, 4)}
-        components.append(SlidingWindow("swa", window, *pools(kinds, *swa, config)))
+        components.append(SlidingWindow("swa", window, *pools(kinds, *swa, config, reserved)))
     return HiRadixCache(
         device,
         host,

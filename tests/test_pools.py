@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pydoc
+
 import pytest
 import torch
-from cache_cases import small_cache, spec
+from cache_cases import holds, settle, small_cache, spec
+from hybrid_cases import hybrid_cache, on_host, proved, serve
 
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.controller import Controller
@@ -87,6 +90,29 @@ def test_reserved_pages_are_never_handed_out_on_any_owner() -> None:
     assert pool.local(pages[pool.mine(pages)]).tolist() == [1, 2]
     with pytest.raises(CapacityError):
         pool.allocator.alloc(1)
+
+
+def test_the_page_that_an_engine_pads_with_is_left_alone_in_every_pool() -> None:
+    """Full pools, to the host and back; the host's own page 0 is a page like any other."""
+    cache = hybrid_cache(2, kv=(4, 8), swa=(4, 8), states=(2, 4), reserved=1)
+    pools = [cache.device, *(trail.pools[0] for trail in cache.hybrid.trails.values())]
+    assert [pool.num_pages for pool in pools] == [4, 4, 2]
+    on_host(cache, list(range(8)))
+    assert not holds(cache.host.buffers["kv"], 0, b"poison")
+    request = serve(cache, list(range(8)))
+    assert sorted(request.pages) == [1, 2, 3, 4]
+    settle(cache)
+    proved(cache)
+    for pool in pools:
+        for buffer in pool.buffers.values():
+            assert holds(buffer, 0, b"poison")
+
+
+@pytest.mark.parametrize("kind", [DevicePool, HostPool])
+def test_the_help_of_a_pool_says_what_it_takes(kind: type) -> None:
+    page = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    for argument in ("buffers: one buffer", "num_owners, owner: ranks", "reserved: so many pages"):
+        assert page.count(argument) == 1
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,6 @@ class PagePool:
 
     Under context parallelism the ids are logical: page `q` is page `q // num_owners` of the buffers
     on owner `q mod num_owners`, and every owner keeps the same books.
-
-    Args:
-        buffers: one buffer, called "kv", or several by name; each of `num_pages` pages of equally
-            many tokens, all on one device.
-        num_owners, owner: ranks that the pages are sharded over, and which of them this is.
-        reserved: first pages of each owner that are never handed out (a padding page).
     """
 
     def __init__(
@@ -47,6 +41,17 @@ class PagePool:
         owner: int = 0,
         reserved: int = 0,
     ) -> None:
+        """Keep the books of `buffers`.
+
+        Args:
+            buffers: one buffer, called "kv", or several by name; each of `num_pages` pages of
+                equally many tokens, all on one device.
+            num_owners, owner: ranks that the pages are sharded over, and which of them this is.
+            reserved: so many pages of each owner, from page 0 on, are never handed out, so nothing
+                is copied there: 1 where an engine pads with page 0. A host pool needs none.
+
+        Raises `ArgumentError`.
+        """
         named = {"kv": buffers} if isinstance(buffers, KVBuffer) else dict(buffers)
         facts = {(b.num_pages, b.spec.page_size, b.device) for b in named.values()}
         if len(facts) != 1:
@@ -98,7 +103,10 @@ class PagePool:
 
 
 class DevicePool(PagePool):
-    """L1. `KVBuffer.from_layers` or `from_tensor` sees an engine's own pool; `empty` makes one."""
+    """L1. `KVBuffer.from_layers` or `from_tensor` sees an engine's own pool; `empty` makes one.
+
+    Where the engine pads with page or slot 0: `DevicePool(buffer, reserved=1)`.
+    """
 
     @classmethod
     def empty(
@@ -108,18 +116,23 @@ class DevicePool(PagePool):
         num_pages: int,
         *,
         device: torch.device | str = "cpu",
+        reserved: int = 0,
     ) -> DevicePool:
-        """Allocate one buffer of `layout` for each spec, of `num_pages` pages each."""
+        """Allocate one buffer of `layout` for each spec, of `num_pages` pages each, of which the
+        first `reserved` are never handed out."""
         named = {"kv": specs} if isinstance(specs, KVSpec) else specs
         buffers = {
             name: KVBuffer.empty(spec, layout, num_pages, device=device)
             for name, spec in named.items()
         }
-        return cls(buffers)
+        return cls(buffers, reserved=reserved)
 
 
 class HostPool(PagePool):
-    """L2: pinned memory beside a GPU; plain memory beside a device pool that is on the CPU."""
+    """L2: pinned memory beside a GPU; plain memory beside a device pool that is on the CPU.
+
+    `beside` makes one. Its page ids are its own: none is reserved for what the GPU pads with.
+    """
 
     @classmethod
     def beside(
