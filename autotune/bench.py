@@ -43,7 +43,7 @@ class Bench(Protocol):
         ...
 
     def predicted(self, case: Case, point: Point) -> float | None:
-        """GB/s by Little's law, `None` where no model speaks."""
+        """GB/s at most, by Little's law; `None` where no model speaks."""
         ...
 
     def slowdown(self, case: Case, point: Point) -> float | None:

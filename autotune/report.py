@@ -18,7 +18,7 @@ _FEW = 16  # entries that are told one by one
 def show(table: Table) -> str:
     """The header, then per direction and access width a grid of choices: path × CTAs.
 
-    Of a few entries also the figures that each rests on, measured beside predicted.
+    Of a few entries also the figures that each rests on, beside the bound of a model.
     """
     lines = _header(table)
     if len(table.entries) <= _FEW:
@@ -79,7 +79,7 @@ def _figures(record: Any) -> str:
     rates, second = record.get("gbps", {}), record.get("runner_up") or {}
     words = [f"(p20 {rates.get('p20')}, p80 {rates.get('p80')}), {record.get('required')} required"]
     if record.get("predicted"):
-        words.append(f"{record['predicted']} predicted")
+        words.append(f"at most {record['predicted']} by Little's law")
     if second:
         ctas = f"×{second['block_quota']}" if second["block_quota"] else ""
         words.append(f"next {second['path']}{ctas} {second['gbps']}")

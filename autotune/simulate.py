@@ -181,7 +181,7 @@ class SimulatedGpu:
         return "a byte is wrong, as was asked for" if point.path in self._spoiled else None
 
     def predicted(self, case: Case, point: Point) -> float | None:
-        """Little's law alone."""
+        """Little's law alone, without what one SM keeps requested."""
         in_flight = bytes_in_flight(point, case.vector_bytes)
         latency, ceiling = (m[case.direction] for m in (self.preset.latency, self.preset.ceiling))
         return littles_law(point, case.nbytes, in_flight, latency, ceiling)

@@ -77,7 +77,7 @@ def bytes_in_flight(point: Point, vector_bytes: int, warp_size: int = 32) -> int
 def littles_law(
     point: Point, nbytes: int, in_flight: int | None, latency: float, ceiling: float
 ) -> float | None:
-    """GB/s of a kernel: bytes in flight ÷ latency, up to `ceiling`; `None` without `in_flight`.
+    """GB/s of a kernel at most, bytes in flight ÷ latency or `ceiling`; `None` without `in_flight`.
 
     Launch and submission are not in it, so short copies stay below.
     """

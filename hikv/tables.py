@@ -76,7 +76,8 @@ class Entry:
     Attributes:
         config: the fields of the kernel's `Config`; empty for its default.
         record: figures of the search, for people: `gbps` with p20, p50 and p80, `required`,
-            `predicted`, `runner_up`, `gemm_slowdown`; and `piece_bytes`, which a look-up compares.
+            `predicted` (at most, by Little's law), `runner_up`, `gemm_slowdown`; and `piece_bytes`,
+            which a look-up compares.
     """
 
     key: Key

@@ -9,7 +9,7 @@ from hikv.compiled import Report, compile_relayout, compile_relayout_tma
 from hikv.plan import PartPlan
 
 from .case import Case
-from .output import Column, Table, label_columns
+from .output import Column, Table, label_columns, label_notes
 
 COMPILERS: dict[str, Callable[[PartPlan, str], Report]] = {
     "sm": compile_relayout,
@@ -59,6 +59,7 @@ def compiler_table(rows: Sequence[Mapping[str, Any]], target: str) -> Table:
         Column("bytes_in_flight", "in flight B"),
     ]
     notes = [
+        *label_notes(rows),
         "loads, stores: accesses to global memory per thread as count×bytes, page ids and tables "
         "included; box: instructions that move one. in flight B: per CTA.",
     ]

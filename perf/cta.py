@@ -1,9 +1,9 @@
 """Bandwidth of a copy by the number of CTAs that it may launch.
 
 One row per head grid, pages scattered on both sides. On a GPU every figure is measured, the copy
-engine's ceiling in the same run included. Without one the figures are the model's, for the machine
-code that the compiler made, and the same copies then run on the CPU, so that bytes do move and are
-checked.
+engine's ceiling in the same run included. Without one the figures are a model's upper bounds, for
+the machine code that the compiler made, and the same copies then run on the CPU, so that bytes do
+move and are checked.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def predicted_rows(
     link: Link,
     compiled: dict[tuple[Case, str], Compiled],
 ) -> list[dict[str, Any]]:
-    """One row a case: the model for a baseline kernel and for ours, and what was published."""
+    """One row a case: the model of a baseline kernel, our upper bound, and what was published."""
     rows = []
     for case in cases:
         row: dict[str, Any] = {**case.label, "run": case.plan("h2d").row_run}

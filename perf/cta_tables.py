@@ -7,7 +7,7 @@ from typing import Any
 
 from .case import DIRECTIONS
 from .model import BASELINE_IN_FLIGHT, Link
-from .output import Column, Table, label_columns
+from .output import Column, Table, label_columns, label_notes
 from .published import SOURCE
 
 Row = Mapping[str, Any]
@@ -18,7 +18,7 @@ def _heading(direction: str, quota: int) -> str:
 
 
 def predicted_table(rows: Sequence[Row], quotas: Sequence[int], link: Link) -> Table:
-    """The model's figures, for a baseline kernel and for ours, and the published ones."""
+    """The model's bounds, for a baseline kernel and for ours, and the published figures."""
     columns = label_columns(rows)
     has_published = any(value for row in rows for key, value in row.items() if "published" in key)
     for quota in quotas:
@@ -26,26 +26,28 @@ def predicted_table(rows: Sequence[Row], quotas: Sequence[int], link: Link) -> T
             at, group = f"{direction}@{quota}", _heading(direction, quota)
             columns += [
                 Column(f"{at} baseline", "16K", ".1f", group),
-                Column(f"{at} hikv", "hikv", ".1f", group),
+                Column(f"{at} hikv", "hikv", ".1f", group, "≤"),
             ]
             if has_published:
                 columns.append(Column(f"{at} published", "B200", ".1f", group))
     notes = [
-        "Model: min(ceiling, CTAs × bytes in flight ÷ latency), an upper bound.",
-        f"  16K   a kernel with {BASELINE_IN_FLIGHT >> 10} KiB in flight a CTA",
-        "  hikv  our kernel, with the bytes in flight of the machine code below",
+        "Model: min(ceiling, CTAs × bytes in flight ÷ latency), however short the runs are.",
+        f"  16K   a kernel with {BASELINE_IN_FLIGHT >> 10} KiB in flight a CTA; fitted at 2 CTAs",
+        "        to what was published of one, so that it agrees there is no test",
+        "  hikv  ours at most: bytes in flight as in the machine code below, and no limit on what",
+        "        an SM keeps outstanding; at the ceiling it tells of the link alone",
     ]
     if has_published:
-        notes.append(f"  B200  published by others for such a kernel ({SOURCE})")
+        notes.append(f"  B200  published by others for a kernel like 16K ({SOURCE})")
     ceiling, latency = link.ceiling, {way: s * 1e6 for way, s in link.latency.items()}
     notes += [
+        *label_notes(rows),
         f"Link: {link.name}, {link.theoretical:.1f} GB/s in theory. From {link.source}:",
         f"  ceiling  H2D {ceiling['h2d']}, D2H {ceiling['d2h']} GB/s, the most observed at 32 CTAs",
         f"  latency  H2D {latency['h2d']:.2f}, D2H {latency['d2h']:.2f} µs, fitted at 2 CTAs",
         "Assumed: D2H stores are posted, so a CTA waits for its loads from GPU memory alone.",
-        "Left out: an SM's own limits on outstanding accesses, and the length of runs.",
     ]
-    return Table("GB/s, predicted, not measured", columns, rows, notes)
+    return Table("GB/s at most, by a model; not measured", columns, rows, notes)
 
 
 def host_table(rows: Sequence[Row]) -> Table:
@@ -86,7 +88,8 @@ def summary_table(rows: Sequence[Row], quotas: Sequence[int], path: str) -> Tabl
         group = f"{direction.upper()}, CTAs"
         columns += [Column(f"{direction}@{q} gbps_p50", str(q), ".1f", group) for q in quotas]
         columns.append(Column(f"{direction}@{quotas[0]} ceiling", "engine", ".1f", group))
-    notes = ["engine: the copy engine on one contiguous piece of the same memory, in the same run."]
+    engine = "engine: the copy engine on one contiguous piece of the same memory, in the same run."
+    notes = [engine, *label_notes(rows)]
     return Table(f"GB/s, measured, path {path}", columns, _one_a_case(rows, quota=True), notes)
 
 
@@ -100,13 +103,14 @@ def detail_table(rows: Sequence[Row]) -> Table:
         Column("gbps_p20", "p20", ".1f"),
         Column("gbps_p80", "p80", ".1f"),
         Column("ratio", "of engine", ".0%"),
-        Column("predicted", "predicted", ".1f"),
+        Column("predicted", "at most", ".1f", mark="≤"),
         Column("published", "B200", ".1f"),
         Column("submit_us", "submit µs", ".0f"),
         Column("bytes", "bytes"),
     ]
     notes = [
-        "predicted: min(engine, CTAs × bytes in flight ÷ latency), latency fitted elsewhere.",
+        "at most: a model's bound, min(engine, CTAs × bytes in flight ÷ latency), latency fitted "
+        "elsewhere, no limit on what an SM keeps outstanding.",
         f"B200: published, measured by its authors: {SOURCE}.",
         "submit: host time until the call returned, not part of GB/s.",
         *_complaints(rows),

@@ -1,4 +1,4 @@
-"""What a copy should reach: of a kernel min(link, CTAs × bytes in flight ÷ latency), Little's law.
+"""What a copy reaches at most: a kernel min(link, CTAs × bytes in flight ÷ latency), Little's law.
 
 The latency is what a CTA waits for before it can ask for more. From the host that is the round trip
 over the link. To the host the stores are posted, nobody waits for them, so it is the load from the
@@ -82,7 +82,7 @@ def link_of(info: DeviceInfo | None) -> Link | None:
 def predict(
     link: Link, direction: str, block_quota: int, in_flight: int, ceiling: float | None = None
 ) -> float:
-    """GB/s of a kernel with `in_flight` bytes per CTA; `ceiling` replaces the link's own."""
+    """GB/s at most, with `in_flight` bytes per CTA; `ceiling` replaces the link's own."""
     limit = link.ceiling[direction] if ceiling is None else ceiling
     return min(limit, block_quota * in_flight / link.latency[direction] / 1e9)
 

@@ -28,20 +28,22 @@ SCHEMA = 1
 class Column:
     """A column: `key` in the rows, `title` above it, under a `group` that neighbours may share.
 
-    `form` is the format of numbers, for example `".1f"`. Text is aligned left, the rest right.
+    `form` is the format of numbers, for example `".1f"`, and `mark` stands before each: `"≤"` says
+    that they are upper bounds by a model. Text is aligned left, the rest right.
     """
 
     key: str
     title: str
     form: str = ""
     group: str = ""
+    mark: str = ""
 
     def cell(self, row: Mapping[str, Any]) -> str:
         """The text of this column in `row`; a value that is missing shows as a dash."""
         value = row.get(self.key)
         if value is None:
             return "–"
-        return value if isinstance(value, str) else format(value, self.form)
+        return value if isinstance(value, str) else self.mark + format(value, self.form)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,12 @@ def label_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     if "row" in rows[0]:
         return [Column("row", "row B"), run]
     return [Column("heads", "H"), Column("groups", "HG"), run]
+
+
+def label_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the titles of `label_columns` stand for."""
+    what = "row B: bytes of a latent row." if "row" in rows[0] else "H heads in HG groups."
+    return [f"{what} run B: bytes of one token that stay together on both sides."]
 
 
 def _group_line(groups: Sequence[str], widths: list[int], gaps: Sequence[int]) -> str:

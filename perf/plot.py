@@ -35,10 +35,13 @@ def cta_panels(
         ]
         ceiling = next((row["ceiling"] for row in mine if row.get("ceiling")), None)
         if link is not None:
-            kernels = {"16 KiB a CTA": BASELINE_IN_FLIGHT, "hikv": in_flight[direction]}
+            kernels = {
+                "model, 16 KiB a CTA": BASELINE_IN_FLIGHT,
+                "upper bound, hikv": in_flight[direction],
+            }
             for label, nbytes in kernels.items():
                 curve = [predict(link, direction, quota, nbytes, ceiling) for quota in CURVE]
-                series.append(Series(f"predicted, {label}", CURVE, curve))
+                series.append(Series(label, CURVE, curve))
         points = {q: figure for q in CURVE if (figure := published(case, direction, q))}
         if points:
             series.append(Series("published, B200", [*points], [*points.values()], line=False))

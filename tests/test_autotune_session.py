@@ -171,7 +171,8 @@ def test_the_command_writes_shows_compares_and_checks(folder, capsys):
     assert "simulated H100 PCIe 5, 132 SMs" in out
     assert "copy engine 55.6 GB/s h2d" in out
     assert len(re.findall(r"GB/s \(p20 [\d.]+, p80 [\d.]+\), [\d.]+ required", out)) == 2
-    assert re.search(r"h2d 1 KiB × 4,096, 16-byte .* predicted, next .*GEMM 1\.\d+ × as long", out)
+    bound = r"at most [\d.]+ by Little's law"
+    assert re.search(rf"h2d 1 KiB × 4,096, .* {bound}, next .*GEMM 1\.\d+ × as long", out)
 
     assert command.main(["show", str(path)]) == 0
     assert "1 KiB" in capsys.readouterr().out

@@ -137,6 +137,7 @@ def test_measured_rows_are_the_clocks_figures_beside_ceiling_model_and_published
     summary, detail = report.tables
     assert len(summary.rows) == 2
     assert len(detail.rows) == 8
+    assert detail.terminal().count("  ≤60.0  ") == 8
     assert "20.0  48.0    60.0   20.0  48.0    60.0" in summary.terminal()
 
 
@@ -187,7 +188,11 @@ def test_without_a_gpu_nothing_but_the_cpu_path_looks_measured(no_compiler, tmp_
     assert told["kind"] == "predicted, not measured"
     assert told["device"] is None
     predicted, machine_code, host = told["tables"]
-    assert predicted["title"] == "GB/s, predicted, not measured"
+    assert predicted["title"] == "GB/s at most, by a model; not measured"
+    marks = {c["title"]: c["mark"] for c in predicted["columns"]}
+    assert marks == {"H": "", "HG": "", "run B": "", "16K": "", "hikv": "≤"}
+    assert "≤50.6" in printed
+    assert "H heads in HG groups." in printed
     assert "not run" in machine_code["title"]
     assert host["title"].startswith("Measured on this host's CPU")
     assert "gbps_p50" not in json.dumps([predicted, machine_code])
@@ -236,7 +241,8 @@ def test_every_table_fits_a_terminal_of_100_columns(capsys):
     texts.append(report.terminal())
     assert WIDTH == 100
     assert max(len(line) for text in texts for line in text.splitlines()) <= WIDTH
-    assert "52.5  52.4" in texts[0]
+    assert "≤52.5  52.4" in texts[0]
+    assert "what was published of one, so that it agrees there is no test" in texts[0]
 
 
 def test_a_table_for_people_and_for_markdown():
@@ -299,6 +305,8 @@ def test_the_plot_of_a_measured_table_has_its_points_and_spread(gpu, tmp_path):
     machine = gpu(FakeGpu(lambda path, quota: 40.0 + (quota or 0)))
     report, rows = cta.measured_report(machine, cases(*SMALL), (2, 32), "sm", 3)
     panels = cta.cta_panels(cases(*SMALL)[0], rows, report.facts["in_flight"], cta.PCIE5)
+    labels = [series.label for series in panels["D2H"]]
+    assert labels == ["model, 16 KiB a CTA", "upper bound, hikv", "measured"]
     (measured,) = (series for series in panels["D2H"] if series.label == "measured")
     assert measured.x == [2, 32]
     assert measured.y == pytest.approx([42.0, 72.0], rel=1e-3)
