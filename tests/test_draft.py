@@ -405,10 +405,10 @@ class FakeTransfer:
         self.log.append((self.name, layer, stream))
 
 
-def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
+def queued(monkeypatch, log: list, layerwise: bool) -> lanes.Copy:
+    """A copy of the target and its draft on a stream that moves nothing."""
     device = gpu_pool()
     host = HostPool.beside(device, num_pages=12, drafts=PACKED)
-    log: list = []
     fakes = [FakeTransfer(name, log) for name in SPECS]
     monkeypatch.setattr(lanes, "transfer_in_turns", lambda *_, **__: fakes)
     monkeypatch.setattr(lanes, "queue_behind", lambda *_: None)
@@ -417,8 +417,21 @@ def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
         torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda stream: None)
     )
     both = [(host.buffers[name], device.buffers[name]) for name in SPECS]
-    request = CopyRequest(both, np.arange(3), np.arange(3), (), layerwise=True)
-    copy = StreamLane(torch.device("cuda")).submit(request)
+    request = CopyRequest(both, np.arange(3), np.arange(3), (), layerwise=layerwise)
+    return StreamLane(torch.device("cuda")).submit(request)
+
+
+def test_a_copy_that_is_not_layerwise_is_waited_for_whole_at_any_layer(monkeypatch):
+    """Its buffers' layers may be numbered by another model than the one that is computed, as are
+    those of a state."""
+    log: list = []
+    queued(monkeypatch, log, layerwise=False).wait_layer(0, "compute")
+    assert log == [(name, spec.num_layers - 1, "compute") for name, spec in SPECS.items()]
+
+
+def test_a_stream_waits_for_the_draft_with_the_targets_last_layer(monkeypatch):
+    log: list = []
+    copy = queued(monkeypatch, log, layerwise=True)
     for layer in range(4):
         copy.wait_layer(layer, "compute")
         log.append("computes")

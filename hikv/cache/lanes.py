@@ -66,9 +66,10 @@ class CopyRequest:
         """How many layers of a buffer of `spec` must be in before `layer` is computed.
 
         Those that the model numbers no higher (`first_layer` of both specs tells), and before the
-        last layer all: what follows the forward pass, as a draft model's, is in with it.
+        last layer all: what follows the forward pass, as a draft model's, is in with it. Without
+        `layerwise` all is due at once.
         """
-        if layer + 1 >= self.num_layers:
+        if not self.layerwise or layer + 1 >= self.num_layers:
             return spec.num_layers
         passed = self.buffers[0][0].spec.first_layer + layer + 1 - spec.first_layer
         return min(max(passed, 0), spec.num_layers)
