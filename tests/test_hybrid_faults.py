@@ -9,6 +9,7 @@ from hybrid_cases import (
     entries,
     forward,
     hybrid_cache,
+    lose,
     on_host,
     proved,
     publish,
@@ -35,6 +36,19 @@ def test_a_pin_keeps_window_and_state_for_its_time() -> None:
     now[0] = 5.0
     cache.poll()
     assert cache.evict(64, "device", "state") == 1
+    proved(cache)
+
+
+def test_a_pin_keeps_what_the_gpu_can_serve_where_the_host_can_serve_more() -> None:
+    cache = hybrid_cache()
+    serve(cache, TEN[:4])
+    on_host(cache, TEN)
+    serve(cache, TEN[:4])
+    assert cache.match_prefix(TEN) == Lengths(4, 6, 0, None, 6)
+    assert cache.pin(TEN, seconds=5) == 10
+    lose(cache, "state")
+    lose(cache, "swa")
+    assert cache.match_prefix(TEN) == Lengths(4, 6, 0, None, 6)
     proved(cache)
 
 

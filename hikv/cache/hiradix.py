@@ -26,7 +26,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from hikv.cache.allocator import PageIds, as_ids
+from hikv.cache.allocator import PageIds
 from hikv.cache.components import Component
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.controller import Controller, default_lanes
@@ -148,7 +148,7 @@ class HiRadixCache:
 
         Pure. Nothing is protected, so do not plan on it: `acquire` matches and locks in one step.
         """
-        prompt = as_ids("tokens", tokens, self.tree.token_dtype)
+        prompt = self.tree.as_tokens(tokens)
         return self.ledger.lengths(self.tree.match(namespace, prompt, limit), prompt.size)
 
     def acquire(
@@ -167,7 +167,7 @@ class HiRadixCache:
             raise ArgumentError(
                 "rid", expected="one not in use", got=repr(rid), remedy="release it first"
             )
-        prompt = as_ids("tokens", tokens, self.tree.token_dtype).copy()
+        prompt = self.tree.as_tokens(tokens).copy()
         return self.ledger.open(rid, namespace, prompt, limit)
 
     def prefetch(self, rid: Hashable) -> int:
@@ -278,7 +278,7 @@ class HiRadixCache:
         request = self.ledger[rid]
         prompt = request.tokens
         if tokens is not None:
-            prompt = as_ids("tokens", tokens, self.tree.token_dtype)
+            prompt = self.tree.as_tokens(tokens)
         if request.ticket is not None:
             self.loader.acknowledge(self.controller.place(request.ticket))
         request.refuse_failed()
@@ -316,13 +316,14 @@ class HiRadixCache:
     def pin(self, tokens: npt.ArrayLike, seconds: float, namespace: Namespace = ANYONE) -> int:
         """Keep what each tier holds of `tokens` from eviction, for so long; how many tokens that
         is. For a system prompt that will surely come back."""
-        prompt = as_ids("tokens", tokens, self.tree.token_dtype)
-        usable = self.hybrid.usable(self.tree.match(namespace, prompt))[1].pages
-        match, *locks = self.tree.acquire(namespace, prompt, usable * self.page_size)
+        prompt = self.tree.as_tokens(tokens)
+        ready, whole = self.hybrid.usable(self.tree.match(namespace, prompt))
+        match, *locks = self.tree.acquire(namespace, prompt, whole.pages * self.page_size)
         for lock in locks:
             if lock.node.parent is not None:
                 pin = self.tree.pin(lock.node, lock.tier, seconds)
-                self.hybrid.pin(match.nodes[-1], pin)
+                for pages in {ready, whole.pages}:
+                    self.hybrid.pin(self.hybrid.at(match.nodes[-1], pages), pin)
             self.tree.release(lock)
         return match.matched_len
 

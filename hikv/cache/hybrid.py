@@ -72,10 +72,9 @@ class Hybrid:
         for lock in locks:
             lock.trail.release(lock)
 
-    def pin(self, node: Node, lock: Lock) -> None:
-        """Let what the boundary at the end of `node` needs stay in the lock's tier as long as the
-        tree holds `lock`."""
-        self._pins.append((lock, self.hold(self.end(node), lock.tier)))
+    def pin(self, at: Boundary, lock: Lock) -> None:
+        """Let what a boundary needs stay in the lock's tier as long as the tree holds `lock`."""
+        self._pins.append((lock, self.hold(at, lock.tier)))
 
     def expire_pins(self, tree: RadixTree) -> None:
         """Give back what was pinned with a lock that the tree has let go of."""
