@@ -1,4 +1,4 @@
-"""What every command line here does with its output."""
+"""What every command line here does with its output, and how it counts in words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+
+
+def quantity(number: int, noun: str) -> str:
+    """`number` of a regular `noun`: "1 page", "2 pages"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def until_reader_leaves(run: Callable[[], int]) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from hikv.buffer import KVBuffer
+from hikv.console import quantity
 from hikv.layout import list_layouts
 from hikv.plan import CopyPlan, plan_transfer
 from hikv.spec import KVSpec
@@ -22,6 +23,7 @@ DTYPES = {
     "fp32": torch.float32,
     "uint8": torch.uint8,
 }
+_MLA = "bytes of a latent row (576 bf16 = 1152), instead of heads"
 HEADS = "8:1,8:2,8:4,8:8,16:1,16:8,16:16"
 
 
@@ -32,12 +34,13 @@ def sides(direction: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A spec, a layout for each side, and the pages of one copy."""
+    """A spec, a layout for each side, and the pages of one copy, for `tokens` if they are told."""
 
     spec: KVSpec
     gpu_layout: str
     host_layout: str
     num_pages: int
+    tokens: int | None = field(default=None, compare=False)
 
     @property
     def label(self) -> dict[str, int]:
@@ -70,9 +73,12 @@ class Case:
         spec = self.spec
         name = next(name for name, dtype in DTYPES.items() if dtype == spec.dtype)
         rows = "" if spec.latent else f"head_dim {spec.head_dim}, "
+        held = self.num_pages * spec.page_size
+        rounded = f", {self.tokens} rounded up to {held}" if self.tokens not in (None, held) else ""
         return (
             f"{self.gpu_layout} on the GPU, {self.host_layout} on the host: {spec.num_layers} "
-            f"layers, {rows}{name}, {self.num_pages} scattered pages of {spec.page_size} tokens"
+            f"layers, {rows}{name}, {quantity(self.num_pages, 'scattered page')} of "
+            f"{spec.page_size} tokens{rounded}"
         )
 
 
@@ -92,7 +98,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         type=head_grids,
         default=HEADS,
         metavar="H:HG,…",
-        help="K/V heads and groups, default %(default)s",
+        help="heads:number of groups (KVSpec.head_group is heads per group), default %(default)s",
     )
     add("--head-dim", type=positive, default=128, metavar="N", help="default 128")
     add("--page", type=positive, default=64, metavar="TOKENS", help="tokens a page, default 64")
@@ -101,10 +107,10 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=2048,
         metavar="N",
-        help="whole pages, default %(default)s",
+        help="rounded up to whole pages, default %(default)s",
     )
     add("--dtype", choices=DTYPES, default="bf16", help="default bf16")
-    add("--mla", type=positive, metavar="ROW_BYTES", help="latent rows instead of heads")
+    add("--mla", type=positive, metavar="ROW_BYTES", help=_MLA)
     layouts = list_layouts()
     add(
         "--gpu-layout", choices=layouts, default="layer_first", metavar="LAYOUT", help="layer_first"
@@ -132,7 +138,10 @@ def cases_from(args: argparse.Namespace) -> list[Case]:
             for heads, groups in args.heads
         ]
         host_layout = host_layout or "page_first_direct_group"
-    return [Case(spec, args.gpu_layout, host_layout, spec.pages_for(args.tokens)) for spec in specs]
+    return [
+        Case(spec, args.gpu_layout, host_layout, spec.pages_for(args.tokens), args.tokens)
+        for spec in specs
+    ]
 
 
 def positive(text: str) -> int:

@@ -9,7 +9,11 @@ import sys
 import pytest
 
 from hikv.cli import main
-from hikv.console import until_reader_leaves
+from hikv.console import quantity, until_reader_leaves
+
+
+def test_one_of_a_kind_is_singular():
+    assert [quantity(n, "page") for n in (0, 1, 2)] == ["0 pages", "1 page", "2 pages"]
 
 
 def test_an_interrupt_has_the_exit_code_of_one(capsys):

@@ -63,8 +63,8 @@ def test_help_names_each_commands_own_defaults(command, heads, tokens, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert f"K/V heads and groups, default {heads}" in words
-    assert f"whole pages, default {tokens} " in words
+    assert f"(KVSpec.head_group is heads per group), default {heads}" in words
+    assert f"rounded up to whole pages, default {tokens} " in words
 
 
 @without_gpu

@@ -70,6 +70,9 @@ def test_options_choose_the_shape():
         "page_first_direct",
         2,
     )
+    assert latent.describe().endswith("2 scattered pages of 64 tokens, 65 rounded up to 128")
+    (whole,) = cases("--heads", "4", "--tokens", "64")
+    assert whole.describe().endswith("bf16, 1 scattered page of 64 tokens")
     (odd,) = cases("--mla", "133")
     assert odd.plan("h2d").row_run == 133
     (case,) = cases("--heads", "4", "--gpu-layout", "page_head", "--host-layout", "page_unified")
@@ -78,6 +81,14 @@ def test_options_choose_the_shape():
         "page_unified",
         1,
     )
+
+
+def test_the_help_tells_groups_from_heads_per_group_and_bytes_from_elements(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["cta", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "heads:number of groups (KVSpec.head_group is heads per group)" in told
+    assert "bytes of a latent row (576 bf16 = 1152), instead of heads" in told
 
 
 @pytest.mark.parametrize(
