@@ -17,10 +17,17 @@ from hikv.errors import ArgumentError, CapacityError, InvariantError
 PageIds = npt.NDArray[np.int64]
 
 
-def as_ids(name: str, values: npt.ArrayLike, dtype: npt.DTypeLike = np.int64) -> npt.NDArray[Any]:
+def as_ids(
+    name: str,
+    values: npt.ArrayLike,
+    dtype: npt.DTypeLike = np.int64,
+    *,
+    wider: str = "use 64-bit ids on this side",
+) -> npt.NDArray[Any]:
     """Page or token ids as a contiguous `dtype` array `[n]`: no copy where `values` is one already.
 
-    Raises `ArgumentError` for anything but one dimension of whole numbers that fit `dtype`.
+    Raises `ArgumentError` for anything but one dimension of whole numbers that fit `dtype`; `wider`
+    is the remedy where they do not.
     """
     ids = np.asarray(values)
     if ids.size == 0 and not isinstance(values, np.ndarray):
@@ -39,7 +46,7 @@ def as_ids(name: str, values: npt.ArrayLike, dtype: npt.DTypeLike = np.int64) ->
                 name,
                 expected=f"ids that fit {np.dtype(dtype)}",
                 got=f"values in {low} … {high}",
-                remedy="use 64-bit ids on this side",
+                remedy=wider,
             )
     return np.ascontiguousarray(ids, dtype=dtype)
 

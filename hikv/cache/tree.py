@@ -30,7 +30,7 @@ from hikv.cache.node import (
     new_root,
 )
 from hikv.cache.tiers import TieredNodes
-from hikv.errors import ArgumentError
+from hikv.errors import ArgumentError, check_count, check_type
 
 
 class RadixTree(TieredNodes):
@@ -77,6 +77,11 @@ class RadixTree(TieredNodes):
         self.token_dtype = np.dtype(token_dtype)
         self._tick = 0
 
+    def as_tokens(self, tokens: npt.ArrayLike) -> Tokens:
+        """`tokens` `[n]` as the tree compares them; raises `ArgumentError` as `as_ids` does."""
+        wider = "keep them as HiRadixCache(…, token_dtype=np.int64)"
+        return as_ids("tokens", tokens, self.token_dtype, wider=wider)
+
     def match(self, namespace: Namespace, tokens: npt.ArrayLike, limit: int | None = None) -> Match:
         """The longest cached prefix. Pure: splits nothing, touches no recency, protects nothing.
 
@@ -84,7 +89,7 @@ class RadixTree(TieredNodes):
         them; `n − 1` leaves one to compute (page 4: cached prompts of 9 and 8 tokens reuse 8 and
         4).
         """
-        return self._match(self._root(namespace), self._tokens(tokens), limit)
+        return self._match(self._root(namespace), self.as_tokens(tokens), limit)
 
     def acquire(
         self, namespace: Namespace, tokens: npt.ArrayLike, limit: int | None = None
@@ -93,7 +98,7 @@ class RadixTree(TieredNodes):
 
         Both receipts are the caller's to `release`, those of an empty match too.
         """
-        root, prompt = self._root(namespace), self._tokens(tokens)
+        root, prompt = self._root(namespace), self.as_tokens(tokens)
         found = self._match(root, prompt, limit)
         nodes = self._cover(found.nodes, found.matched_len // self.page_size)
         for node in nodes:
@@ -127,7 +132,7 @@ class RadixTree(TieredNodes):
         Raises `ArgumentError`, changing nothing, for lengths that differ, and for entering pages
         that are not on the owners which the prefix's rotation gives them: two rotations never join.
         """
-        prompt = self._tokens(tokens)
+        prompt = self.as_tokens(tokens)
         pages = self._pages("device_pages", device_pages, prompt.size // self.page_size)
         root = self._root(namespace)
         found = self._match(root, prompt)
@@ -167,7 +172,7 @@ class RadixTree(TieredNodes):
             raise ArgumentError(
                 "start", expected="whole pages", got=start, remedy="begin where a match ended"
             )
-        prompt, first = self._tokens(tokens), start // self.page_size
+        prompt, first = self.as_tokens(tokens), start // self.page_size
         pages = self._pages("host_pages", host_pages, prompt.size // self.page_size - first)
         root = self._root(namespace)
         found = self._match(root, prompt)
@@ -192,7 +197,10 @@ class RadixTree(TieredNodes):
 
     def _match(self, root: Node, tokens: Tokens, limit: int | None = None) -> Match:
         page = self.page_size
-        stop = tokens.size if limit is None else max(0, min(tokens.size, limit))
+        stop = tokens.size
+        if limit is not None:
+            check_count("limit", limit, remedy="pass None to reuse all that is cached")
+            stop = min(stop, limit)
         stop -= stop % page
         nodes: list[Node] = []
         node, at, used = root, 0, 0
@@ -243,10 +251,8 @@ class RadixTree(TieredNodes):
         return node
 
     def _root(self, namespace: Namespace) -> Node:
+        check_type("namespace", namespace, Namespace, remedy="pass Namespace.of(tenant=…)")
         return self.roots.get(namespace) or new_root(namespace)
-
-    def _tokens(self, tokens: npt.ArrayLike) -> Tokens:
-        return as_ids("tokens", tokens, self.token_dtype)
 
     def _pages(self, name: str, pages: npt.ArrayLike, count: int) -> PageIds:
         ids = as_ids(name, pages)
