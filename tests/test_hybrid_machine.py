@@ -53,9 +53,9 @@ class HybridMachine(Machine):
         quota=st.none() | st.integers(0, 9),
     )
     def admit(self, space: Namespace, tokens: list, spare: int, quota: int | None) -> None:
-        found = self.cache.match_prefix(tokens, space, len(tokens) - spare)
+        found = self.cache.match_prefix(tokens, space, max(0, len(tokens) - spare))
         rid, self.next_rid = self.next_rid, self.next_rid + 1
-        request = self.cache.acquire(rid, tokens, space, len(tokens) - spare)
+        request = self.cache.acquire(rid, tokens, space, max(0, len(tokens) - spare))
         assert request.lengths == found
         try:
             if quota != 0:

@@ -88,7 +88,7 @@ class Machine(RuleBasedStateMachine):
     def admit(self, space: Namespace, tokens: tuple, spare: int) -> None:
         longest = self.longest_prefix(space, tokens)
         assert self.tree.match(space, tokens).matched_len == longest
-        acquired = self.tree.acquire(space, tokens, limit=len(tokens) - spare)
+        acquired = self.tree.acquire(space, tokens, limit=max(0, len(tokens) - spare))
         match = acquired.match
         assert match.matched_len == min(longest, max(0, len(tokens) - spare) // PAGE * PAGE)
         cached = match.pages(DEVICE)
