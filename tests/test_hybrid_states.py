@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from cache_cases import settle
 from hybrid_cases import (
     admit,
@@ -21,6 +22,7 @@ from hikv.cache.hiradix import ANYONE
 from hikv.cache.holding import ABSENT
 from hikv.cache.node import DEVICE, HOST
 from hikv.cache.requests import Lengths
+from hikv.errors import ArgumentError
 
 TEN = list(range(10))
 
@@ -67,6 +69,26 @@ def test_a_state_that_was_handed_over_is_written_no_more() -> None:
     cache.release("serve")
     assert [cache.match_prefix(TEN[:n]).device_len for n in (4, 5, 6)] == [4, 4, 6]
     proved(cache)
+
+
+def test_without_a_state_of_its_own_a_request_publishes_no_more() -> None:
+    """What it has computed since the handover it cannot have computed with a state."""
+    cache = hybrid_cache(2)
+    request = admit(cache, TEN[:8])
+    forward(cache, request, TEN[:4], 0, None)
+    cache.insert("serve", TEN[:4], states=request.states)
+    cache.insert("serve", TEN[:4])
+    with pytest.raises(ArgumentError, match="at most 2 pages of tokens"):
+        cache.insert("serve", TEN[:8])
+    proved(cache)
+    assert cache.match_prefix(TEN) == Lengths(4, 0, 0, None, 6)
+    cache.allocate("serve", 8)
+    request.wait()
+    assert state_is(cache, DEVICE, request.states["state"], ANYONE, TEN, 4)
+    forward(cache, request, TEN[:8], 2, None)
+    cache.insert("serve", TEN[:8], states=request.states)
+    proved(cache)
+    assert cache.match_prefix(TEN).device_len == 8
 
 
 def test_a_state_on_the_way_is_handed_over_while_its_own_goes_on() -> None:

@@ -120,7 +120,7 @@ class HiRadixCache:
         )
         self.ledger = Ledger(self.placement)
         self.loader = Loader(self.ledger, self.events, config)
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(duplicate_pages=0)
 
     def poll(self, limits: tuple[int, int] | None = None) -> Progress:
         """Acknowledge copies that are done, in the order they began, and deliver events.
@@ -135,7 +135,7 @@ class HiRadixCache:
         self.hybrid.expire_pins(self.tree)
         self._set_gauges()
         self.events.deliver()
-        return Progress(backed_up, loaded, self.ledger.failures())
+        return Progress(backed_up, loaded, self.ledger.failures(), self.placement.failures())
 
     def ready(self) -> tuple[int, int]:
         """How many load-backs and backups `poll()` would acknowledge; ranks take the minimum."""
@@ -207,10 +207,11 @@ class HiRadixCache:
         """
         request = self.ledger[rid]
         if request.host_lock is None or request.started or request.loads:
+            done = "inserted" if request.host_lock is None else "allocated"
             raise ArgumentError(
                 "rid",
                 expected="a request that has not loaded, allocated or inserted yet",
-                got=repr(request),
+                got=f"{rid!r}, which has {'loaded' if request.loads else done}",
                 remedy="acquire, then load_back once, then allocate",
             )
         result = self.loader.load_back(request, quota)
@@ -270,7 +271,7 @@ class HiRadixCache:
         `states`: by component the page of its own whose state is valid exactly at the end of those
         pages; without one the prefix cannot be resumed there. It is the cache's from here on and
         never written again. If it was the request's `states` entry, `allocate` gives it a copy to
-        go on with. Its window pages enter by themselves.
+        go on with, and no further page enters before. Its window pages enter by themselves.
 
         Under context parallelism, pages that are not on the owners which the cached prefix gives
         them stay private: the result says so. Raises `CopyFailed` if the load-back failed.
@@ -370,6 +371,7 @@ class HiRadixCache:
         `ttft`: what the engine has measured of its time to the first token.
         """
         request = self.ledger[rid]
+        self.ledger.notice(request)
         lengths, host_lock = request.lengths, request.host_lock
         return Explanation(
             str(rid),

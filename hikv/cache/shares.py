@@ -201,7 +201,18 @@ class Shares:
         return int(pages[0])
 
     def check_states(self, request: Request, count: int, states: Mapping[str, int]) -> None:
-        """Raise `ArgumentError` unless `states` are its own, to hand over at `count` pages."""
+        """Raise `ArgumentError` unless `states` are its own, to hand over at `count` pages, and
+        it has had a state to compute those with."""
+        for name, share in request.shares.items():
+            idle = isinstance(share, StateShare) and share.slot is None
+            if idle and count > request.boundary.num_pages:
+                raise ArgumentError(
+                    f"state {name!r}",
+                    expected=f"at most {request.boundary.num_pages} pages of tokens, as many as "
+                    "had been computed when the request handed its state over",
+                    got=f"{count} pages",
+                    remedy="allocate() a state to go on with first",
+                )
         for name, page in states.items():
             share = request.shares.get(name)
             if not isinstance(share, StateShare):
