@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hikv.cache.config import HOST_RATIO
 from hikv.cache.eviction import POLICIES
 from hikv.errors import ArgumentError
 from hikv.picture import check_picture
@@ -23,13 +24,22 @@ from .player import Player, Row
 from .plot import Series, draw
 from .traces import WORKLOADS, Workload, make_workload, read_trace
 
+_TRACES = """A trace is a file of one JSON object a line, as Mooncake publishes them, for example
+  {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 2353]}
+timestamp in milliseconds; input_length in tokens; hash_ids one id a block of the prompt, equal
+leading ids for an equal prefix. Other keys are not read. Made workloads, in blocks of 64 tokens:
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `perf replay`."""
     add = parser.add_argument
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _TRACES + "\n".join(f"  {name:<15}{what}" for name, what in WORKLOADS.items())
     add("trace", metavar="TRACE", help=f"a file, or a workload: {', '.join(WORKLOADS)}")
     add("--capacity", type=_capacities, default="0", metavar="N,…", help="GPU pages; 0 = unbounded")
-    add("--host-ratio", type=float, default=0.0, help="host pages a GPU page; default 0, L2 off")
+    ratio = f"host pages a GPU page; default 0: no host tier, where a cache's own is {HOST_RATIO:g}"
+    add("--host-ratio", type=float, default=0.0, metavar="RATIO", help=ratio)
     add("--policy", choices=POLICIES, default="lru", help="eviction, default lru")
     add("--granularity", choices=("segment", "page"), default="segment", help="what leaves at once")
     policies = ("write_through", "write_through_selective", "write_back")
@@ -143,6 +153,7 @@ def table(workload: Workload, rows: Sequence[Row], args: argparse.Namespace) -> 
         Column("loaded", "L2", ",", group="hits"),
         Column("hit_rate", "rate", ".1%", group="hits"),
         Column("backed_up", "backed up", ",", group="pages moved"),
+        Column("loaded", "loaded", ",", group="pages moved"),
         Column("evicted_device", "L1", ",", group="evicted"),
         Column("evicted_host", "L2", ",", group="evicted"),
         Column("dropped", "lost", ",", group="evicted"),

@@ -144,20 +144,26 @@ def _random() -> Iterator[Arrival]:
         yield Arrival(new(64 * chance.randrange(8, 65)), new(128))
 
 
-_MADE: dict[str, Callable[[], Iterator[Arrival]]] = {
-    "shared-prefix": lambda: _conversations(4, 8, 32_768, 1024, 512, 86),
-    "A": lambda: _conversations(1, 400, 2_048, 256, 128, 1),
-    "B": lambda: _conversations(4, 4, 16_384, 256, 512, 12),
-    "C": _alternating,
-    "E": _random,
+_MADE: dict[str, tuple[str, Callable[[], Iterator[Arrival]]]] = {
+    "shared-prefix": (
+        "4 × 8 conversations, 32K tokens shared by each 8, 86 rounds of 1K in and 512 out",
+        lambda: _conversations(4, 8, 32_768, 1024, 512, 86),
+    ),
+    "A": (
+        "one system prompt of 2K tokens, 400 questions of 256",
+        lambda: _conversations(1, 400, 2_048, 256, 128, 1),
+    ),
+    "B": (
+        "4 documents of 16K tokens, 4 conversations about each, 12 rounds of questions",
+        lambda: _conversations(4, 4, 16_384, 256, 512, 12),
+    ),
+    "C": ("two groups of four documents of 16K tokens, asked about in turn", _alternating),
+    "E": ("400 prompts of 512 to 4,096 tokens that share nothing", _random),
 }
-WORKLOADS = tuple(_MADE)
-"""`shared-prefix`: 4 groups × 8 conversations, 32K tokens shared in a group, 86 rounds of 1K in and
-512 out. `A`: one system prompt, 400 questions. `B`: long documents, 12 rounds of questions.
-`C`: two groups of long documents in turn. `E`: prompts that share nothing. (`D` would be several
-instances over one storage.)"""
+WORKLOADS = {name: what for name, (what, _) in _MADE.items()}
+"""What each made workload is, by name. (`D` would be several instances over one storage.)"""
 
 
 def make_workload(name: str) -> Workload:
     """One of `WORKLOADS`, the same every time; blocks of 64 tokens."""
-    return Workload(name, _BLOCK, list(_MADE[name]()))
+    return Workload(name, _BLOCK, list(_MADE[name][1]()))

@@ -319,7 +319,27 @@ def test_the_table_says_that_times_are_estimates(capsys) -> None:
     out = capsys.readouterr().out
     assert "Estimated, not measured" in out
     assert "write_through" in out
+    titles, (*_, backed_up, loaded, _, _, _, _) = (line.split() for line in out.splitlines()[3:5])
+    assert titles[-9:-4] == ["backed", "up", "loaded", "L1", "L2"]
+    row = replay(make_workload("C"), 2000, host_ratio=2.0)
+    assert (backed_up, loaded) == (f"{row['backed_up']:,}", f"{row['loaded']:,}")
+    assert row["loaded"] > 0
     assert main(["replay", "no such file"]) == 2
+
+
+def test_the_help_shows_a_trace_and_each_made_workload(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        hikv(["replay", "--help"])
+    told = capsys.readouterr().out
+    (example,) = (line for line in told.splitlines() if line.startswith('  {"timestamp"'))
+    file = tmp_path / "trace.jsonl"
+    file.write_text(f"{example}\n")
+    read = read_trace(file)
+    assert (read.block_tokens, read.arrivals) == (512, [Arrival([46, 47, 2353], (), 27482.0)])
+    for name, what in WORKLOADS.items():
+        assert f"\n  {name:<15}{what}\n" in told
+    words = " ".join(told.split())
+    assert "host pages a GPU page; default 0: no host tier, where a cache's own is 2" in words
 
 
 def test_the_matrix_has_two_rounds_of_each_configuration(capsys) -> None:
