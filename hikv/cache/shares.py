@@ -203,8 +203,8 @@ class Shares:
     def check_states(self, request: Request, count: int, states: Mapping[str, int]) -> None:
         """Raise `ArgumentError` unless `states` are its own, to hand over at `count` pages, and
         it has had a state to compute those with."""
-        for name, share in request.shares.items():
-            idle = isinstance(share, StateShare) and share.slot is None
+        for name, each in request.shares.items():
+            idle = isinstance(each, StateShare) and each.slot is None
             if idle and count > request.boundary.num_pages:
                 raise ArgumentError(
                     f"state {name!r}",
