@@ -67,6 +67,12 @@ class Ticket:
         """Once done: why some of its pages will not become visible."""
         return CopyFailed("the copy was aborted") if self.aborted else self.copy.failure()
 
+    def loss(self) -> str:
+        """Once it is done and not whole: what of it has arrived, and why no more."""
+        parts = [f"{self.arrived()} of {self.mine.size} pages"] if self.mine.size else []
+        parts += [f"no {each.trail.name}" for each in self.cargo]
+        return f"{' and '.join(parts)} arrived: {self.failure()}"
+
 
 @dataclass(frozen=True)
 class Acknowledged:

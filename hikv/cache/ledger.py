@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from hikv.cache.allocator import PageIds
-from hikv.cache.controller import Acknowledged
+from hikv.cache.controller import Acknowledged, Ticket
 from hikv.cache.node import DEVICE, Inserted, Lock, Match, Namespace, Node, Tokens, join
 from hikv.cache.placement import Placement
 from hikv.cache.requests import Lengths, Request
@@ -28,6 +28,7 @@ class Ledger:
         self.hybrid, self.shares = placement.hybrid, Shares(placement)
         self.requests: dict[Hashable, Request] = {}
         self._failed: list[Request] = []
+        self.num_layers = next(iter(placement.pools[DEVICE].buffers.values())).spec.num_layers
 
     def __getitem__(self, rid: Hashable) -> Request:
         """The open request `rid`. Raises `ArgumentError`."""
@@ -62,6 +63,7 @@ class Ledger:
             namespace,
             prompt,
             match.pages(DEVICE)[:ready],
+            self.num_layers,
             lengths,
             device_lock,
             host_lock,
@@ -165,12 +167,19 @@ class Ledger:
             self.protect(request, held[-1])
         if done.whole:
             return
-        what = f"{done.arrived} of {ticket.mine.size} pages" if ticket.mine.size else "no state"
-        request.failed = f"{what} arrived: {ticket.failure()}"
-        request.reasons = ("copy_failed",)
-        if request.loads:
-            self.set_loaded(request, 0 if ticket.cargo else done.arrived)
+        self._fail(request, ticket)
         self._failed.append(request)
+
+    def notice(self, request: Request) -> None:
+        """Take note of a copy for it that has failed before a `poll` says so; never waits."""
+        ticket = request.ticket
+        if ticket is not None and ticket.copy.done() and ticket.failure() is not None:
+            self._fail(request, ticket)
+
+    def _fail(self, request: Request, ticket: Ticket) -> None:
+        request.failed, request.reasons = ticket.loss(), ("copy_failed",)
+        if request.loads:
+            self.set_loaded(request, 0 if ticket.cargo else ticket.arrived())
 
     def failures(self) -> list[Hashable]:
         """Open requests whose load-back has failed since this was last asked."""

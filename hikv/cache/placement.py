@@ -38,7 +38,8 @@ class Placement:
     that to eviction. Where a verb takes a `trail`, it is that component's pool instead of full KV.
 
     `counts` collects pages: `dropped_pages` were evicted from the GPU without a copy,
-    `unbacked_pages` wanted a copy for which the host had no room.
+    `unbacked_pages` wanted a copy for which the host had no room; and `failed_backups`, copies of
+    which not all arrived.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Placement:
         self.hybrid = hybrid or Hybrid()
         self.controller, self.events, self.metrics = controller, events, metrics
         self.tree, self.pools = controller.tree, controller.pools
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dropped_pages=0, unbacked_pages=0, failed_backups=0)
+        self._failures: list[str] = []
         self._eager = backup_after_uses is not None
         self._uses = backup_after_uses or 1
 
@@ -138,7 +140,15 @@ class Placement:
             for node in done.landed.nodes:
                 self.events.stored(node, HOST)
             arrived += done.arrived
+            if not done.whole and not done.ticket.aborted:
+                self.counts["failed_backups"] += 1
+                self._failures.append(done.ticket.loss())
         return arrived
+
+    def failures(self) -> list[str]:
+        """What the backups that have failed since this was last asked say of it."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def count(self, done: Acknowledged) -> None:
         """Put an acknowledged copy into the metrics."""

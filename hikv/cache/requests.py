@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Ticket
+from hikv.cache.lanes import Copy
 from hikv.cache.node import NO_IDS, Lock, Namespace, Node, Tokens
 from hikv.cache.trails import Boundary, TrailLock
 from hikv.errors import ArgumentError, CopyFailed
@@ -88,12 +89,17 @@ class InsertResult(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a `poll` acknowledged: pages backed up and loaded; and the open requests whose load-back
-    has failed since the last one, each of which has to be cancelled and acquired again."""
+    """What a `poll` acknowledged, and what has failed since the last one.
+
+    `backed_up`, `loaded`: pages. `failed`: the open requests whose load-back failed, each of which
+    has to be cancelled and acquired again. `failed_backups`: for each backup that failed, how many
+    of how many pages arrived, and why no more; they are tried again when they are used or leave.
+    """
 
     backed_up: int
     loaded: int
     failed: list[Hashable]
+    failed_backups: list[str]
 
 
 @dataclass(eq=False)
@@ -104,6 +110,7 @@ class Request:
         rid: the caller's name for it.
         namespace, tokens: its prompt.
         pages: its page table so far: cached, then loading, then allocated pages.
+        num_layers: layers that `wait_layer` counts: those of the GPU pool's first buffer.
         lengths: as of now.
         own: those of `pages` that no node of the tree holds, and pages that gave way to others
             while they were loaded; freed with the request.
@@ -116,9 +123,10 @@ class Request:
     """
 
     rid: Hashable
-    namespace: Namespace
-    tokens: Tokens
-    pages: PageIds
+    namespace: Namespace = field(repr=False)  # a user's data, as the tokens are: not for logs
+    tokens: Tokens = field(repr=False)
+    pages: PageIds = field(repr=False)
+    num_layers: int = field(repr=False)
     lengths: Lengths
     device_lock: Lock = field(repr=False)
     host_lock: Lock | None = field(repr=False)
@@ -159,25 +167,35 @@ class Request:
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Before layer `layer` is computed: let `stream` (on the CPU: the caller) wait for what is
-        loading of it. Layers count from this rank's first. Raises `CopyFailed` when that failed."""
-        if layer < 0:
+        loading of it. Layers count from this rank's first. Raises `CopyFailed` when that failed,
+        and `ArgumentError` for a layer that the GPU pool's first buffer has not."""
+        if not 0 <= layer < self.num_layers:
             raise ArgumentError(
                 "layer",
-                expected="0 or more, counted from this rank's first layer",
+                expected=f"0 … {self.num_layers - 1}, counted from this rank's first layer",
                 got=layer,
                 remedy="subtract the stage's first layer once",
             )
-        self.refuse_failed()
-        if self.ticket is not None:
-            self.ticket.copy.wait_layer(layer, stream)
+        self._await(lambda copy: copy.wait_layer(layer, stream))
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """The same for all layers at once, for a runtime that steps as a whole."""
-        self.refuse_failed()
-        if self.ticket is not None:
-            self.ticket.copy.wait(stream)
+        self._await(lambda copy: copy.wait(stream))
 
     def refuse_failed(self) -> None:
         """Raise `CopyFailed` if the request's load-back failed."""
         if self.failed is not None:
-            raise CopyFailed(f"request {self.rid!r}: {self.failed}; cancel it and acquire again")
+            raise self._failure(self.failed)
+
+    def _await(self, wait: Callable[[Copy], None]) -> None:
+        self.refuse_failed()
+        if self.ticket is None:
+            return
+        try:
+            wait(self.ticket.copy)
+        except CopyFailed as error:
+            self.ticket.copy.synchronize()  # what has arrived is known only then
+            raise self._failure(self.ticket.loss()) from error.__cause__
+
+    def _failure(self, loss: str) -> CopyFailed:
+        return CopyFailed(f"request {self.rid!r}: {loss}; cancel it and acquire again")
