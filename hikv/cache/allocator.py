@@ -115,6 +115,8 @@ class PageAllocator:
         twice.
         """
         ids = as_ids("pages", pages)
+        if not ids.size:
+            return
         rows = ids - self.first_page
         foreign = (rows < 0) | (rows >= self.num_pages)
         self._refuse(ids, foreign, "which this pool does not have")

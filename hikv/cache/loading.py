@@ -24,6 +24,8 @@ class Loader:
         Full KV comes as far as quota, room and threshold let it; then what the components need at
         the boundary which that reaches, all of it or nothing.
         """
+        if not request.lengths.host_len:
+            return LoadBack("nothing")
         page = self.hybrid.page_size
         path, have, ready = self.ledger.catch_up(request)
         end, waiting = request.end.end // page, [n for n in path if n.pages[DEVICE] is None]

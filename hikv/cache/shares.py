@@ -174,6 +174,8 @@ class Shares:
         Where it goes on from a cached state that is a copy, and its ticket says when it is there.
         All or nothing: raises `CapacityError`, and whatever a lane raises.
         """
+        if not request.shares:
+            return
         taken: dict[str, PageIds] = {}
         try:
             for name, share in request.shares.items():
