@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hikv.console import until_reader_leaves
+from hikv.console import quantity, until_reader_leaves
 from hikv.device import cpu_numa_nodes, device_info, numa_mismatch, probe_failure
 from hikv.env import read_env
 from hikv.errors import ArgumentError, HikvError
@@ -33,10 +34,9 @@ bytes; 2: refused, nothing was timed."""
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m autotune") -> int:
     """Run one command; 0, 1 where a search or a check failed, 2 for a refusal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"show": _show, "compare": _compare, "check": _check}
     try:
-        if arguments and arguments[0] in commands:
-            return commands[arguments[0]](arguments[1:])
+        if arguments and arguments[0] in _LOOKS:
+            return _look(arguments, prog)
         return _tune(_parser(prog).parse_args(arguments))
     except HikvError as error:
         print(f"{prog}: {error}", file=sys.stderr)
@@ -132,7 +132,8 @@ def _tell(outcome: Outcome, path: Path, plot: Path | None) -> int:
     if outcome.failed:
         print(f"stopped, no table written: {outcome.stopped}; then run again to go on from here")
         return 1
-    print(f"\n{outcome.searched} cases searched, {len(outcome.table.entries)} entries in {path}")
+    entries = quantity(len(outcome.table.entries), "entry")
+    print(f"\n{quantity(outcome.searched, 'case')} searched, {entries} in {path}")
     if outcome.stopped:
         print(f"stopped: {outcome.stopped}; run again to go on from here")
     if plot is not None:
@@ -147,37 +148,53 @@ def _progress(done: int, total: int, label: str) -> None:
         print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
 
 
-def _show(arguments: list[str]) -> int:
-    print(report.show(read_table(_file(arguments))))
+def _look(arguments: list[str], prog: str) -> int:
+    """Run one of `_LOOKS`."""
+    name, *rest = arguments
+    run, files, description = _LOOKS[name]
+    parser = argparse.ArgumentParser(prog=f"{prog} {name}", description=description)
+    parser.add_argument("files", nargs=files, type=Path, metavar="FILE", help="a tuned table")
+    return run(parser.parse_args(rest).files)
+
+
+def _show(files: Path | None) -> int:
+    print(report.show(read_table(files or _own_file())))
     return 0
 
 
-def _compare(arguments: list[str]) -> int:
-    if len(arguments) != 2:
-        raise ArgumentError(
-            "compare", expected="two files", got=arguments, remedy="pass two tuned tables"
-        )
-    print(report.compare(*(read_table(Path(name)) for name in arguments)))
+def _compare(files: list[Path]) -> int:
+    print(report.compare(*map(read_table, files)))
     return 0
 
 
-def _check(arguments: list[str]) -> int:
-    path = _file(arguments)
+def _check(files: Path | None) -> int:
+    path = files or _own_file()
     used, words = report.check(read_table(path), device_info())
     print(f"{path}: {words}")
     return 0 if used else 1
 
 
-def _file(arguments: list[str]) -> Path:
-    """The one file named, or the table of this GPU that a transfer would find first."""
-    if len(arguments) == 1:
-        return Path(arguments[0])
+_LOOKS: dict[str, tuple[Callable[[Any], int], int | str, str]] = {
+    "show": (_show, "?", "Print a tuned table; without FILE, the one of this GPU."),
+    "compare": (_compare, 2, "Print where two tuned tables choose differently."),
+    "check": (
+        _check,
+        "?",
+        "Tell whether transfer() would use a tuned table here; without FILE, the one of this GPU. "
+        "Exit code 0: it would; 1: it would not, as it never uses a simulated one.",
+    ),
+}
+"""What looks at tables: its function, how many files it takes, and its help."""
+
+
+def _own_file() -> Path:
+    """The table of this GPU that a transfer would find first."""
     info = device_info()
-    if arguments or info is None:
+    if info is None:
         raise ArgumentError(
             "FILE",
             expected="one tuned table, or a GPU whose own can be found",
-            got=arguments or probe_failure(),
+            got=str(probe_failure()),
             remedy="name one file",
         )
     name = file_name(info.name, info.num_sms)

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from hikv.console import quantity
 from hikv.device import DeviceInfo
-from hikv.tables import HARD, SOFT, Entry, Key, Table, differences, identity
+from hikv.tables import HARD, SOFT, Entry, Key, Table, differences, identity, simulated
 
 _SOFTWARE = ("schema", "source", "space", "triton")
 
@@ -128,6 +129,8 @@ def check(table: Table, info: DeviceInfo | None) -> tuple[bool, str]:
 
     Without a GPU only the software is compared.
     """
+    if simulated(table):
+        return False, "not used, it is simulated: transfer() never uses such a table"
     if info is None:
         stand_in = DeviceInfo(0, "", "", "", None, 0, 0)
         hard, soft = differences(table.header, identity(stand_in), _SOFTWARE), []
@@ -139,4 +142,4 @@ def check(table: Table, info: DeviceInfo | None) -> tuple[bool, str]:
     if hard:
         return False, f"not used, it is for {'; '.join(hard)}: tune again{note}"
     doubt = f", but it may be stale: it is for {'; '.join(soft)}" if soft else ""
-    return True, f"used, {len(table.entries)} entries{doubt}{note}"
+    return True, f"used, {quantity(len(table.entries), 'entry')}{doubt}{note}"

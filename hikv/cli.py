@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -53,13 +54,14 @@ def side(name: str) -> ModuleType:
 
 
 def _doctor(arguments: list[str]) -> int:
-    from hikv.doctor import describe, examine
+    about = "The GPU, its link and limits, and which paths can run here."
+    parser = argparse.ArgumentParser(prog="hikv doctor", description=about)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json = parser.parse_args(arguments).json
+    from hikv.doctor import describe, examine  # loads torch, which help does not need
 
-    if arguments not in ([], ["--json"]):
-        print(f"hikv doctor: expected nothing or --json, got {arguments}", file=sys.stderr)
-        return 2
     facts = examine()
-    print(json.dumps(facts, indent=2) if arguments else describe(facts))
+    print(json.dumps(facts, indent=2) if as_json else describe(facts))
     return 0
 
 

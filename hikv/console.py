@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 
 def quantity(number: int, noun: str) -> str:
-    """`number` of a regular `noun`: "1 page", "2 pages"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """`number` of a `noun`: "1 page", "2 pages", "2 entries"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
 
 
 def until_reader_leaves(run: Callable[[], int]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hikv.buffer import KVBuffer
+from hikv.console import quantity
 from hikv.device import (
     DeviceInfo,
     cpu_numa_nodes,
@@ -103,7 +104,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 def _tuned_lines(tuned: dict[str, Any]) -> list[str]:
     lines = [
-        f"tuned     {table['entries']} choices of {table['date']}, {table['file']}"
+        f"tuned     {quantity(table['entries'], 'choice')} of {table['date']}, {table['file']}"
         for table in tuned["tables"]
     ]
     none = f"tuned     none: kernels get {DEFAULT_BLOCK_QUOTA} CTAs; hikv tune finds better"

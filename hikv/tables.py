@@ -157,6 +157,11 @@ def differences(
     ]
 
 
+def simulated(table: Table) -> bool:
+    """Whether nothing of `table` was measured: `transfer()` never uses it, whatever it is for."""
+    return str(table.header.get("kind")).startswith("simulated")
+
+
 def file_name(name: str, num_sms: int) -> str:
     """The file of a GPU's table; slices of one GPU differ in their SMs."""
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{num_sms}sm.json"

@@ -27,6 +27,7 @@ from hikv.tables import (
     file_name,
     identity,
     read_table,
+    simulated,
 )
 
 DEFAULT_BLOCK_QUOTA = 2
@@ -153,6 +154,9 @@ def load(files: Sequence[Path], expected: Mapping[str, object]) -> Tuned:
             table = read_table(path)
         except ArgumentError as error:
             notes.append(f"tuned table ignored: {error}")
+            continue
+        if simulated(table):
+            notes.append(f"tuned table {path} ignored: it is simulated; tune on this GPU")
             continue
         if hard := differences(table.header, expected, HARD):
             notes.append(f"tuned table {path} ignored: it is for {'; '.join(hard)}; tune again")

@@ -13,8 +13,8 @@ from autotune import __main__ as command
 from autotune.cases import Case, full_cases, parse_cases, quick_cases
 from autotune.session import Options, tune
 from autotune.simulate import PRESETS, SimulatedGpu
-from hikv import ArgumentError, cli
-from hikv.tables import SPACE, file_name, read_table
+from hikv import ArgumentError, cli, tuning
+from hikv.tables import SPACE, file_name, identity, read_table
 
 CASES = parse_cases("h2d:1024x4096,d2h:1024x4096,h2d:2097152x16,d2h:64x256:4")
 search = partial(tune, date="2026-01-01")
@@ -188,6 +188,10 @@ def test_the_command_writes_shows_compares_and_checks(folder, capsys):
     assert "1 of 2 shared choices differ" in out
     assert "sm×6" in out
 
+    assert command.main(["check", str(path)]) == 1
+    never = "not used, it is simulated: transfer() never uses such a table"
+    assert capsys.readouterr().out == f"{path}: {never}\n"
+    as_if_measured(path, path)
     assert command.main(["check", str(path)]) == 0
     assert "used, 2 entries; the GPU is not compared" in capsys.readouterr().out
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 0'))
@@ -195,9 +199,34 @@ def test_the_command_writes_shows_compares_and_checks(folder, capsys):
     assert "not used, it is for schema 0" in capsys.readouterr().out
 
 
+def as_if_measured(path, copy, **header):
+    document = json.loads(path.read_text())
+    document["header"] |= {"kind": "measured"} | header
+    copy.write_text(json.dumps(document))
+
+
+def test_a_simulated_table_is_never_used_even_under_a_real_gpus_name(folder, monkeypatch):
+    command.main(SIMULATED)
+    (path,) = folder.iterdir()
+    monkeypatch.setattr(tuning, "SHIPPED", folder / "shipped")
+    own = folder / file_name(GPU.name, GPU.num_sms)
+    as_if_measured(path, own, kind=read_table(path).header["kind"], **identity(GPU))
+    found = tuning.read_tuned(GPU)
+    assert found.tables == ()
+    assert found.notes == (f"tuned table {own} ignored: it is simulated; tune on this GPU",)
+    as_if_measured(path, own, **identity(GPU))
+    assert [file for file, _ in tuning.read_tuned(GPU).tables] == [own]
+
+
+def test_a_single_case_is_told_in_the_singular(folder, capsys):
+    assert cli.main(["tune", "--simulate", "h100", "--cases", "h2d:65536x64"]) == 0
+    assert "\n1 case searched, 1 entry in " in capsys.readouterr().out
+
+
 def test_check_compares_with_the_gpu_that_is_there(folder, capsys, monkeypatch):
     command.main(SIMULATED)
     (path,) = folder.iterdir()
+    as_if_measured(path, path)
     capsys.readouterr()
     monkeypatch.setattr(command, "device_info", lambda: GPU)
     assert command.main(["check", str(path)]) == 1
@@ -206,9 +235,8 @@ def test_check_compares_with_the_gpu_that_is_there(folder, capsys, monkeypatch):
     told = capsys.readouterr().err
     assert "expected one for NVIDIA Fake 100" in told
     assert "run hikv tune" in told
-    document = json.loads(path.read_text())
-    document["header"].update(name=GPU.name, link=GPU.fingerprint()["link"], cuda=13000)
-    (folder / file_name(GPU.name, GPU.num_sms)).write_text(json.dumps(document))
+    own = folder / file_name(GPU.name, GPU.num_sms)
+    as_if_measured(path, own, name=GPU.name, link=GPU.fingerprint()["link"], cuda=13000)
     assert command.main(["check"]) == 0
     assert "may be stale: it is for driver None" in capsys.readouterr().out
 
@@ -224,12 +252,16 @@ def test_check_compares_with_the_gpu_that_is_there(folder, capsys, monkeypatch):
         (["--ship", *SIMULATED], "--ship: expected a table measured on a GPU"),
         (["show", "/nowhere.json"], "expected a tuned table"),
         (["show"], "name one file"),
-        (["compare", "one.json"], "two files"),
+        (["compare", "one.json"], "compare [-h] FILE FILE"),
     ],
 )
 def test_refusals_say_why_and_write_nothing(folder, capsys, monkeypatch, arguments, words):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert command.main(arguments) == 2
+    try:
+        code = command.main(arguments)
+    except SystemExit as refusal:  # as argparse ends a program
+        code = refusal.code
+    assert code == 2
     assert words in capsys.readouterr().err
     assert not folder.exists()
 

@@ -14,6 +14,7 @@ from hikv.console import quantity, until_reader_leaves
 
 def test_one_of_a_kind_is_singular():
     assert [quantity(n, "page") for n in (0, 1, 2)] == ["0 pages", "1 page", "2 pages"]
+    assert [quantity(n, "entry") for n in (1, 2)] == ["1 entry", "2 entries"]
 
 
 def test_an_interrupt_has_the_exit_code_of_one(capsys):
@@ -38,9 +39,33 @@ def test_a_reader_that_goes_away_is_no_error(arguments):
     assert ended.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["doctor"], "which paths can run here"),
+        (["tune"], "the fewest CTAs that move KV pages"),
+        (["tune", "show"], "Print a tuned table; without FILE, the one of this GPU."),
+        (["tune", "compare"], "Print where two tuned tables choose differently."),
+        (["tune", "check"], "1: it would not, as it never uses a simulated one."),
+        (["bench"], "Benchmarks of hikv."),
+        (["compile"], "without a GPU"),
+    ],
+)
+def test_every_command_has_help(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith(f"usage: hikv {' '.join(arguments)} [-h]")
+    assert words in told
+
+
 @pytest.mark.parametrize("arguments", [["nope"], ["doctor", "--jason"], ["doctor", "--json", "x"]])
 def test_what_no_command_knows_is_refused(arguments, capsys):
-    assert main(arguments) == 2
+    try:
+        code = main(arguments)
+    except SystemExit as refusal:  # as argparse ends a program
+        code = refusal.code
+    assert code == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert "hikv" in told.err

@@ -42,13 +42,13 @@ def test_without_a_table_it_says_what_kernels_get(tuned_dir):
 def test_the_table_in_use_is_named_with_its_date(tuned_dir):
     file = write(tuned_dir)
     facts = json.loads(json.dumps(doctor.examine()))
-    assert told(facts) == [f"tuned     1 choices of 2026-05-01, {file}"]
+    assert told(facts) == [f"tuned     1 choice of 2026-05-01, {file}"]
 
 
 def test_a_doubtful_table_is_used_with_a_warning(tuned_dir):
     file = write(tuned_dir, driver="of old")
     (line, warning) = told(doctor.examine())
-    assert line == f"tuned     1 choices of 2026-05-01, {file}"
+    assert line == f"tuned     1 choice of 2026-05-01, {file}"
     assert warning.startswith("warning   tuned table")
     assert "may be stale: it is for driver 'of old'" in warning
 
