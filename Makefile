@@ -5,7 +5,7 @@ VENV ?= .venv
 
 ifeq ($(VENV),)
 RUN := $(PYTHON)
-READY :=
+READY := installed
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -13,7 +13,7 @@ endif
 
 PYTEST := $(RUN) -m pytest -q
 
-.PHONY: table test lint test-cpu test-interpret test-aot test-compile test-gpu bench clean
+.PHONY: installed table test lint test-cpu test-interpret test-aot test-compile test-gpu bench clean
 
 table: $(READY) ## the CTA bandwidth table: measured on a GPU, predicted without one
 	$(RUN) -m perf cta
@@ -51,6 +51,24 @@ $(VENV)/.ready: pyproject.toml
 	$(RUN) -m pip install --quiet $(TORCH)
 	$(RUN) -m pip install --quiet --editable ".[dev,plot]"
 	touch $@
+
+# Without a virtual environment: a sentence where the Python that is to be used lacks a package.
+NEEDS := torch triton pytest pytest_benchmark hypothesis ruff mypy
+table: NEEDS := torch triton
+
+installed:
+	@$(PYTHON) -c "$$LACKS" $(NEEDS)
+
+define LACKS
+import importlib.util, sys
+lacks = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+if lacks:
+    sys.exit(
+        f"{sys.executable} has no {', '.join(lacks)}; run {sys.executable} -m pip install "
+        "-e '.[dev]', or leave VENV= out, and make installs what it needs in .venv"
+    )
+endef
+export LACKS
 
 TORCH ?= torch==2.13.0
 

@@ -27,6 +27,7 @@ _DESCRIPTION = """Search for the fewest CTAs that move KV pages at the required 
 engine's rate, case by case, and write the table that transfer() then uses. Also: show [FILE],
 compare FILE FILE, check [FILE]."""
 
+_SIMULATE = f"search a model instead; its table is never used: {', '.join(PRESETS)}"
 _EXIT_CODES = """Exit code 0: the table is written; 1: it is not, or some way to copy gave wrong
 bytes; 2: refused, nothing was timed."""
 
@@ -63,7 +64,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--plot", type=Path, metavar="FILE", help="draw GB/s by CTAs (needs matplotlib: hikv[plot])"
     )
-    add("--simulate", choices=PRESETS, metavar="GPU", help=f"none here: {', '.join(PRESETS)}")
+    add("--simulate", choices=PRESETS, metavar="GPU", help=_SIMULATE)
     return parser
 
 
