@@ -9,7 +9,7 @@ from hybrid_cases import hybrid_cache
 from hybrid_cases import serve as serve_hybrid
 
 from hikv.cache.node import DEVICE, HOST, Namespace
-from hikv.errors import ArgumentError, CopyFailed
+from hikv.errors import ArgumentError, CapacityError, CopyFailed
 
 
 def test_a_namespace_that_is_none_is_refused_by_every_verb_that_takes_one() -> None:
@@ -127,3 +127,78 @@ def test_a_backup_that_fails_is_told_once_with_its_pages_and_its_reason() -> Non
     assert cache.poll().failed_backups == [], "what a reset gives up has not failed"
     assert cache.stats()["failed_backups"] == 2
     cache.check()
+
+
+def test_a_prompt_that_is_larger_than_the_pool_never_fits() -> None:
+    """Pool of 8, prompts of 8 and 9; others have 3 pages, then 5 of the prompt are cached."""
+    cache = small_cache(1)
+    cache.acquire("other", [])
+    cache.allocate("other", 3)
+    for size, ever in ((8, True), (9, False)):
+        cache.acquire(size, range(size))
+        cost = cache.admission_cost(size)
+        assert (cost.pages, cost.attainable) == ({"kv": size}, {"kv": 8})
+        assert (cost.fits, cost.ever_fits) == (False, ever)
+    with pytest.raises(CapacityError, match="needs 8 pages, 5 available; poll, or release"):
+        cache.allocate(8, 8)
+    told = "needs 9 pages, 5 available; the pool has 8 pages in all: refuse the prompt"
+    with pytest.raises(CapacityError, match=told):
+        cache.allocate(9, 9)
+    for rid in ("other", 8, 9):
+        cache.release(rid)
+    serve(cache, range(5))
+    cache.acquire(9, range(9))
+    cost = cache.admission_cost(9)
+    assert (cost.pages, cost.attainable, cost.ever_fits) == ({"kv": 4}, {"kv": 3}, False)
+    with pytest.raises(CapacityError, match="needs 4 pages, 3 available; the pool has 8 pages"):
+        cache.allocate(9, 9)
+    cache.allocate(9, 8)
+    cache.check()
+
+
+def test_a_prompt_that_is_longer_than_the_window_s_pool_is_admitted_chunk_by_chunk() -> None:
+    """A window of 3 in a pool of 6: 12 pages as 4, 4 and 4."""
+    cache = hybrid_cache(states=None, swa=(6, 32))
+    tokens = list(range(12))
+    request = cache.acquire("r", tokens)
+    cost = cache.admission_cost("r")
+    assert (cost.pages["swa"], cost.attainable["swa"], cost.ever_fits) == (12, 6, False)
+    told = r"'swa'.* the pool has 6 pages in all: allocate a chunk at a time, with an insert after"
+    with pytest.raises(CapacityError, match=told):
+        cache.allocate("r", 12)
+    for end, held, rest in ((4, 0, False), (7, 3, False), (10, 3, False), (12, 3, True)):
+        assert cache.admission_cost("r").ever_fits is rest
+        cost = cache.admission_cost("r", end)
+        assert (cost.extend_len, cost.pages["swa"]) == (end, end - request.pages.size)
+        assert (cost.attainable["swa"], cost.fits, cost.ever_fits) == (6 - held, True, True)
+        cache.allocate("r", end)
+        cache.insert("r", tokens[:end])
+        settle(cache)
+        cache.check()
+    cache.release("r")
+    cache.check()
+
+
+def test_a_state_s_pool_that_is_too_small_says_so() -> None:
+    cache = hybrid_cache(window=0, states=(1, 4))
+    serve_hybrid(cache, [1, 2])
+    settle(cache)
+    cache.acquire("r", [1, 2, 3])
+    cost = cache.admission_cost("r")
+    assert (cost.pages["state"], cost.attainable["state"], cost.ever_fits) == (1, 0, False)
+    with pytest.raises(CapacityError, match=r"'state'.* the pool has 1 pages in all: make it larg"):
+        cache.allocate("r", 3)
+    cache.check()
+
+
+def test_room_for_the_output_is_asked_for_with_the_prompt() -> None:
+    cache = small_cache(2)
+    cache.acquire("r", [1, 2, 3])
+    assert cache.admission_cost("r").pages == {"kv": 2}
+    assert cache.admission_cost("r", 16)[:3] == (0, 16, {"kv": 8})
+    assert not cache.admission_cost("r", 17).ever_fits
+    for call in (cache.admission_cost, cache.allocate):
+        with pytest.raises(ArgumentError, match=r"num_tokens: expected a whole number, .* got -1"):
+            call("r", -1)
+    cache.allocate("r", 16)
+    assert cache.admission_cost("r").pages == {"kv": 0}

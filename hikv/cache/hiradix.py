@@ -50,7 +50,7 @@ from hikv.cache.requests import (
 )
 from hikv.cache.trail_audit import check_trails
 from hikv.cache.tree import RadixTree
-from hikv.errors import ArgumentError, CapacityError, InvariantError
+from hikv.errors import ArgumentError, InvariantError, check_count
 
 ANYONE = Namespace()
 
@@ -184,17 +184,19 @@ class HiRadixCache:
         """Whether the open request need not wait for its prefetch: always so without storage."""
         return rid in self.ledger.requests
 
-    def admission_cost(self, rid: Hashable) -> AdmissionCost:
+    def admission_cost(self, rid: Hashable, num_tokens: int | None = None) -> AdmissionCost:
         """What the request takes if all that the host holds of it is loaded and the rest computed.
 
         Host hits cost GPU pages as new tokens do. `available` counts what is free and what eviction
-        could free; pages in use or on their way are not in it.
+        could free; pages in use or on their way are not in it. `num_tokens`: up to there instead of
+        the whole prompt, as for `allocate`: the end of the next chunk of a prompt that enters chunk
+        by chunk, or a prompt with room for its output. Raises `ArgumentError`.
         """
         request = self.ledger[rid]
-        lengths = request.lengths
-        load = lengths.loaded_len if request.loads else lengths.host_len
-        extend = request.tokens.size - lengths.device_len - load
-        return AdmissionCost(load, extend, *self.ledger.cost(request))
+        if num_tokens is None:
+            num_tokens = request.tokens.size
+        check_count("num_tokens", num_tokens, remedy="count from the prompt's first token")
+        return self.ledger.cost(request, num_tokens)
 
     def load_back(self, rid: Hashable, quota: int | None = None) -> LoadBack:
         """Start to bring what the host holds of the request to the GPU.
@@ -224,28 +226,10 @@ class HiRadixCache:
         They are its own, of unknown content, behind what is cached and loading. Its `windows` grow
         alike, and `states` get one to write: a copy of the cached one, if any, for which its
         `wait_layer` and `wait` wait too. Evicts as needed. Raises `CapacityError`, changing
-        nothing, when there is no room.
+        nothing, when there is no room; it says so where the pool itself is too small.
         """
-        request = self.ledger[rid]
-        count = max(0, -(-num_tokens // self.page_size) - request.pages.size)
-        owner = self.ledger.next_owner(request)
-        pages = self.placement.alloc(DEVICE, count, owner)
-        if pages is None:
-            raise CapacityError(
-                f"GPU pages for request {rid!r}",
-                required=count,
-                available=self.device.allocator.longest_chain(owner),
-                unit="pages",
-                remedy="poll, or release a request, and try again",
-            )
-        try:
-            self.ledger.shares.allocate(request, request.pages.size + count)
-        except BaseException:
-            self.placement.free(DEVICE, pages)
-            raise
-        request.pages = join([request.pages, pages])
-        request.own = join([request.own, pages])
-        return pages
+        check_count("num_tokens", num_tokens, remedy="count from the prompt's first token")
+        return self.ledger.allocate(self.ledger[rid], num_tokens)
 
     def spare_state(self, rid: Hashable, name: str) -> int:
         """One more state page of component `name` for the request, of unknown content: for a state

@@ -10,8 +10,8 @@ import numpy as np
 from hikv.cache.allocator import PageIds
 from hikv.cache.controller import Acknowledged, Ticket
 from hikv.cache.node import DEVICE, Inserted, Lock, Match, Namespace, Node, Tokens, join
-from hikv.cache.placement import Placement
-from hikv.cache.requests import Lengths, Request
+from hikv.cache.placement import Placement, no_room
+from hikv.cache.requests import AdmissionCost, Lengths, Request
 from hikv.cache.shares import Shares
 from hikv.errors import ArgumentError, InvariantError
 
@@ -97,23 +97,50 @@ class Ledger:
         path = request.host_lock.node.path() if request.host_lock else []
         return path[0].rotation if path else None
 
-    def cost(self, request: Request) -> tuple[dict[str, int], dict[str, int]]:
-        """GPU pages that it takes if all that the host holds of it is loaded and the rest computed,
-        and those that are free or could be, by buffer and component."""
-        page, pools = self.tree.page_size, self.placement.pools
-        total, end = -(-request.tokens.size // page), request.end
+    def cost(self, request: Request, num_tokens: int) -> AdmissionCost:
+        """What it takes if all that the host holds of it is loaded, and the rest of its first
+        `num_tokens` computed."""
+        pool, lengths = self.placement.pools[DEVICE], request.lengths
         waits = request.host_lock is not None and not (request.loads or request.started)
-        at = self.hybrid.end(end) if waits else request.boundary
-        have = request.device_lock.node.end // page if waits else 0
-        free = pools[DEVICE].allocator.longest_chain(self.next_owner(request))
-        names = list(pools[DEVICE].buffers)
-        takes = dict.fromkeys(names, total - max(have, request.pages.size))
-        there = dict.fromkeys(names, free + self.tree.evictable[DEVICE])
-        takes.update(self.shares.cost(request, at, total))
+        at = self.hybrid.end(request.end) if waits else request.boundary
+        total = max(-(-num_tokens // self.tree.page_size), at.num_pages)
+        have = request.device_lock.node.end // self.tree.page_size if waits else 0
+        have = max(have, request.pages.size)
+        free = pool.allocator.longest_chain(self.next_owner(request))
+        takes = dict.fromkeys(pool.buffers, max(0, total - have))
+        there = dict.fromkeys(pool.buffers, free + self.tree.evictable[DEVICE])
+        most = dict.fromkeys(pool.buffers, pool.num_pages - have)
         for name, trail in self.hybrid.trails.items():
             spare = trail.pools[DEVICE].allocator.num_free
             there[name] = spare + trail.evictable[DEVICE]
-        return takes, there
+        takes |= self.shares.cost(request, at, total)
+        most |= self.shares.attainable(request, at)
+        load = lengths.host_len if waits else lengths.loaded_len
+        extend = max(0, num_tokens - lengths.device_len - load)
+        return AdmissionCost(load, extend, takes, there, most)
+
+    def allocate(self, request: Request, num_tokens: int) -> PageIds:
+        """`HiRadixCache.allocate`."""
+        pool, had = self.placement.pools[DEVICE], request.pages.size
+        count = max(0, -(-num_tokens // self.tree.page_size) - had)
+        owner = self.next_owner(request)
+        pages = self.placement.alloc(DEVICE, count, owner)
+        if pages is None:
+            raise no_room(
+                f"GPU pages for request {request.rid!r}",
+                count,
+                pool,
+                available=pool.allocator.longest_chain(owner),
+                attainable=pool.num_pages - had,
+                otherwise="refuse the prompt",
+            )
+        try:
+            self.shares.allocate(request, had + count)
+        except BaseException:
+            self.placement.free(DEVICE, pages)
+            raise
+        request.pages, request.own = join([request.pages, pages]), join([request.own, pages])
+        return pages
 
     def catch_up(self, request: Request) -> tuple[list[Node], int, int]:
         """Take in what reached the GPU since the match, while the request has only cached pages.

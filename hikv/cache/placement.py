@@ -28,7 +28,9 @@ from hikv.cache.events import EventStream
 from hikv.cache.hybrid import Hybrid
 from hikv.cache.metrics import Metrics
 from hikv.cache.node import DEVICE, HOST, NO_IDS, TIERS, Node
+from hikv.cache.pools import PagePool
 from hikv.cache.trails import Trail
+from hikv.errors import CapacityError
 
 
 class Placement:
@@ -254,3 +256,14 @@ class Placement:
         if tier == DEVICE and node.gone:
             self.counts["dropped_pages"] += pages.size
         return pages.size
+
+
+def no_room(
+    what: str, count: int, pool: PagePool, *, available: int, attainable: int, otherwise: str
+) -> CapacityError:
+    """That `count` pages of `pool` are not there: now, or, where they are more than is
+    `attainable`, ever; `otherwise` is what to do then."""
+    remedy = "poll, or release a request, and try again"
+    if count > attainable:
+        remedy = f"the pool has {pool.num_pages} pages in all: {otherwise}"
+    return CapacityError(what, required=count, available=available, unit="pages", remedy=remedy)

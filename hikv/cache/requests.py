@@ -59,17 +59,27 @@ class AdmissionCost(NamedTuple):
 
     `load_len`, `extend_len`: tokens to load back and to compute. `pages`: GPU pages that it would
     take of each buffer and component. `available`: pages of each that are free or could be evicted.
+    `attainable`: pages of each that would be available if it were alone in the cache, so the pool's
+    less those that it has already.
     """
 
     load_len: int
     extend_len: int
     pages: Mapping[str, int]
     available: Mapping[str, int]
+    attainable: Mapping[str, int]
 
     @property
     def fits(self) -> bool:
         """Whether every pool has the pages."""
         return all(self.available[name] >= count for name, count in self.pages.items())
+
+    @property
+    def ever_fits(self) -> bool:
+        """Whether every pool would have the pages for the request alone. Where not, waiting is in
+        vain: a prompt that only a window is too small for enters chunk by chunk, any other has to
+        be refused."""
+        return all(self.attainable[name] >= count for name, count in self.pages.items())
 
 
 class InsertResult(NamedTuple):

@@ -11,10 +11,10 @@ from hikv.cache.cargo import Cargo
 from hikv.cache.components import Recurrent
 from hikv.cache.holding import ABSENT
 from hikv.cache.node import DEVICE, HOST, NO_IDS, Node, join
-from hikv.cache.placement import Placement
+from hikv.cache.placement import Placement, no_room
 from hikv.cache.requests import Request
 from hikv.cache.trails import Boundary, Trail, TrailLock
-from hikv.errors import ArgumentError, CapacityError
+from hikv.errors import ArgumentError
 
 
 class WindowShare:
@@ -24,6 +24,7 @@ class WindowShare:
     """
 
     slot = None
+    otherwise = "allocate a chunk at a time, with an insert after each"
 
     def __init__(self, trail: Trail) -> None:
         self.trail = trail
@@ -72,6 +73,7 @@ class StateShare:
     """
 
     pages = None
+    otherwise = "make it larger, or hold fewer states"
 
     def __init__(self, trail: Trail) -> None:
         self.trail = trail
@@ -149,6 +151,17 @@ class Shares:
             past = 0 if isinstance(share, StateShare) else at.num_pages - share.pages.size
             costs[name] = load + max(0, share.lacking(num_pages) - max(0, past))
         return costs
+
+    def attainable(self, request: Request, at: Boundary) -> dict[str, int]:
+        """GPU pages by component that it could get if it were alone: the pool's less its own and
+        what `at` needs and has there."""
+        most = {}
+        for name, share in request.shares.items():
+            needed = sum(stop - first for _, first, stop in share.trail.needed(at))
+            lacking = sum(where.size for _, where in share.trail.lacking(at))
+            has = needed - lacking + share.own.size
+            most[name] = share.trail.pools[DEVICE].num_pages - has
+        return most
 
     def load(self, request: Request, at: Boundary) -> list[Cargo]:
         """Take GPU pages, which must be free, for what `at` lacks there, and a state of its own."""
@@ -254,12 +267,14 @@ class Shares:
         """`count` GPU pages, evicting as needed, or `CapacityError`."""
         pages = self.placement.alloc(DEVICE, count, None, trail)
         if pages is None:
-            raise CapacityError(
+            pool = trail.pools[DEVICE]
+            raise no_room(
                 f"GPU pages of {trail.name!r} for request {request.rid!r}",
-                required=count,
-                available=trail.pools[DEVICE].allocator.num_free,
-                unit="pages",
-                remedy="poll, or release a request, and try again",
+                count,
+                pool,
+                available=pool.allocator.num_free,
+                attainable=self.attainable(request, request.boundary)[trail.name],
+                otherwise=request.shares[trail.name].otherwise,
             )
         return pages
 
