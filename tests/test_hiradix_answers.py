@@ -4,11 +4,14 @@ fit, copies that failed."""
 from __future__ import annotations
 
 import pytest
-from cache_cases import manual_lanes, on_host, serve, settle, small_cache
+from cache_cases import manual_lanes, on_host, serve, settle, small_cache, spec
 from hybrid_cases import hybrid_cache
 from hybrid_cases import serve as serve_hybrid
 
+from hikv.cache.components import Recurrent, SlidingWindow
+from hikv.cache.hiradix import HiRadixCache
 from hikv.cache.node import DEVICE, HOST, Namespace
+from hikv.cache.pools import DevicePool, HostPool
 from hikv.errors import ArgumentError, CapacityError, CopyFailed
 
 
@@ -38,6 +41,48 @@ def test_a_limit_is_a_count(limit) -> None:
         with pytest.raises(ArgumentError, match=f"limit: expected a whole number, .*{limit!r}"):
             call([1, 2, 3], limit=limit)
     assert cache.stats()["open_requests"] == 0
+
+
+@pytest.mark.parametrize("quota", [-1, 0.5])
+def test_a_quota_is_a_count(quota) -> None:
+    cache = small_cache()
+    cache.acquire("r", [1, 2, 3])
+    with pytest.raises(ArgumentError, match=f"quota: expected a whole number, .*{quota!r}"):
+        cache.load_back("r", quota)
+    assert cache.load_back("r", 0).outcome == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("owner", "make"),
+    [
+        ("", lambda *pools: HiRadixCache(*pools, after=None)),
+        ("component 'swa', ", lambda *pools: SlidingWindow("swa", 4, *pools)),
+        ("component 'ssm', ", lambda *pools: Recurrent("ssm", *pools)),
+    ],
+)
+def test_what_is_no_pool_or_that_of_the_other_tier_is_refused(owner: str, make) -> None:
+    device = DevicePool.empty(spec(1), "layer_first", 4)
+    host, buffer = HostPool.beside(device, num_pages=4), device.buffers["kv"]
+    for pools, name, expected, got in (
+        ((buffer, host), "device", "DevicePool", "KVBuffer"),
+        ((device, buffer), "host", "HostPool", "KVBuffer"),
+        ((host, device), "device", "DevicePool", "HostPool"),
+        ((device, None), "host", "HostPool", "NoneType"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            make(*pools)
+        assert str(error.value).startswith(f"{owner}{name}: expected a {expected}, got {got}; ")
+
+
+def test_a_cache_that_is_closed_takes_no_request_and_lets_the_open_ones_go() -> None:
+    cache = small_cache()
+    cache.acquire("r", [1])
+    cache.close()
+    with pytest.raises(ArgumentError, match=r"cache: expected an open one, got one after close"):
+        cache.acquire("s", [1])
+    cache.release("r")
+    cache.close()
+    cache.check()
 
 
 def test_a_layer_that_the_model_has_not_is_refused_with_nothing_to_wait_for() -> None:

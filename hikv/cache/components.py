@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hikv.cache.pools import DevicePool, HostPool
+from hikv.cache.pools import DevicePool, HostPool, check_tiers
 from hikv.errors import ArgumentError
 
 
@@ -91,6 +91,9 @@ class SlidingWindow:
     host: HostPool
     kind: ClassVar[str] = "sliding_window"
 
+    def __post_init__(self) -> None:
+        check_tiers(self.device, self.host, f"component {self.name!r}, ")
+
     def rule(self, page_size: int) -> HitRule:
         """What a boundary needs."""
         return trailing_pages(-(-self.window // page_size))
@@ -108,6 +111,9 @@ class Recurrent:
     device: DevicePool
     host: HostPool
     kind: ClassVar[str] = "recurrent"
+
+    def __post_init__(self) -> None:
+        check_tiers(self.device, self.host, f"component {self.name!r}, ")
 
     def rule(self, page_size: int) -> HitRule:
         """What a boundary needs."""

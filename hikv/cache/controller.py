@@ -125,6 +125,7 @@ class Controller:
         self.pools: tuple[PagePool, PagePool] = (device, host)
         self.queues: tuple[deque[Ticket], deque[Ticket]] = (deque(), deque())
         self._lanes, self._fences, self._layerwise = lanes, fences, layerwise
+        self.closed = False
 
     def start(
         self,
@@ -240,6 +241,7 @@ class Controller:
 
     def close(self) -> None:
         """Close both lanes."""
+        self.closed = True
         for lane in self._lanes:
             lane.close()
 

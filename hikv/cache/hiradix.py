@@ -39,7 +39,7 @@ from hikv.cache.loading import Loader
 from hikv.cache.metrics import Metrics
 from hikv.cache.node import DEVICE, HOST, TIERS, Namespace, join
 from hikv.cache.placement import Placement
-from hikv.cache.pools import DevicePool, HostPool
+from hikv.cache.pools import DevicePool, HostPool, check_tiers
 from hikv.cache.requests import (
     AdmissionCost,
     InsertResult,
@@ -92,6 +92,7 @@ class HiRadixCache:
         components: Sequence[Component] = (),
     ) -> None:
         self.config = config = (config or HiCacheConfig()).normalized()
+        check_tiers(device, host)
         _refuse_storage(config)
         config.check(next(iter(device.buffers.values())).spec)  # what rides along may lie otherwise
         check_components(device, host, components)
@@ -163,10 +164,6 @@ class HiRadixCache:
         `limit`: reuse at most so many tokens; `n − 1` leaves one to compute, whose output is the
         first new token. Raises `ArgumentError` for an `rid` that is open.
         """
-        if rid in self.ledger.requests:
-            raise ArgumentError(
-                "rid", expected="one not in use", got=repr(rid), remedy="release it first"
-            )
         prompt = self.tree.as_tokens(tokens).copy()
         return self.ledger.open(rid, namespace, prompt, limit)
 
@@ -207,6 +204,8 @@ class HiRadixCache:
         `allocate`. The pages are the request's at once (wait for them with its `wait_layer` or
         `wait`), everyone else's once acknowledged.
         """
+        if quota is not None:
+            check_count("quota", quota, remedy="pass None for all of it")
         request = self.ledger[rid]
         if request.host_lock is None or request.started or request.loads:
             done = "inserted" if request.host_lock is None else "allocated"
@@ -432,7 +431,8 @@ class HiRadixCache:
         return {**now, **self.placement.counts, **self.counts}
 
     def close(self) -> None:
-        """Finish the copies in flight and give the lanes back."""
+        """Finish the copies in flight and give the lanes back. No request begins any more; those
+        that are open can be released or cancelled."""
         self.controller.close()
 
     def _set_gauges(self) -> None:

@@ -49,6 +49,14 @@ class Ledger:
         self, rid: Hashable, namespace: Namespace, prompt: Tokens, limit: int | None
     ) -> Request:
         """Match, lock, and make a request that holds the receipts."""
+        if rid in self.requests:
+            raise ArgumentError(
+                "rid", expected="one not in use", got=repr(rid), remedy="release it first"
+            )
+        if self.placement.controller.closed:
+            raise ArgumentError(
+                "cache", expected="an open one", got="one after close()", remedy="make another"
+            )
         page, unusable = self.tree.page_size, 0
         missing: tuple[str, ...] = ()
         if self.hybrid.trails:

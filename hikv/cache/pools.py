@@ -20,7 +20,7 @@ from hikv.buffer import KVBuffer
 from hikv.cache.allocator import PageIds, RotatingAllocator
 from hikv.cache.config import HiCacheConfig
 from hikv.cache.draft import DraftMode, host_buffers
-from hikv.errors import ArgumentError, CapacityError
+from hikv.errors import ArgumentError, CapacityError, check_type
 from hikv.host_memory import Budget
 from hikv.pinned import pinned_budget
 from hikv.spec import KVSpec
@@ -176,3 +176,12 @@ class HostPool(PagePool):
         specs = {name: buffer.spec for name, buffer in device_pool.buffers.items()}
         buffers = host_buffers(specs, drafts or {}, config.mem_layout, num_pages, pinned=pinned)
         return cls(buffers, num_owners=owners, owner=device_pool.owner)
+
+
+def check_tiers(device: object, host: object, owner: str = "") -> None:
+    """Raise `ArgumentError` unless they are a pool of each tier; `owner` says whose."""
+    for name, pool, kind, remedy in (
+        ("device", device, DevicePool, "see an engine's tensors as DevicePool(KVBuffer.from_…)"),
+        ("host", host, HostPool, "make it with HostPool.beside(device)"),
+    ):
+        check_type(owner + name, pool, kind, remedy=remedy)
