@@ -135,6 +135,19 @@ def test_write_back_saves_a_state_before_it_leaves_the_gpu() -> None:
     proved(cache)
 
 
+def test_a_state_that_leaves_with_its_window_is_saved_though_the_host_has_the_window() -> None:
+    cache = hybrid_cache(write_policy="write_back")
+    serve(cache, TEN, state=False)
+    cache.evict(16)
+    assert (entries(cache, "swa", TEN, HOST), entries(cache, "state", TEN, HOST)) == ([7, 8, 9], [])
+    serve(cache, TEN)
+    assert cache.evict(16, "device", "swa") == 10
+    settle(cache)
+    proved(cache)
+    assert entries(cache, "state", TEN, HOST) == [9]
+    assert cache.match_prefix(TEN) == Lengths(0, 10, 0, None, 10)
+
+
 def test_an_insert_shorter_than_the_cached_prefix_keeps_the_hold_on_that() -> None:
     """A request that found 10 publishes 5 of them, and then 11."""
     cache = hybrid_cache()

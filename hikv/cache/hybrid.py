@@ -97,17 +97,26 @@ class Hybrid:
         for trail in self.trails.values():
             trail.pools[tier].allocator.free(trail.take(node, tier))
 
-    def shed(self, trail: Trail, node: Node, tier: int, at: Positions) -> int:
-        """Let entries of `node` leave `tier`, and the states that need one of them; how many pages
-        of `trail` that frees."""
-        pages = trail.take(node, tier, at)
-        trail.pools[tier].allocator.free(pages)
+    def leaving(
+        self, trail: Trail, node: Node, tier: int, at_most: int
+    ) -> list[tuple[Trail, Positions]]:
+        """Which entries of `node` leave `tier` for about `at_most` pages of `trail`: its own come
+        first, then the states that need one of them."""
+        at = trail.leaving(node, tier, at_most)
+        going = [(trail, at)]
         if trail.component.kind == SlidingWindow.kind and np.any(at >= node.num_pages - trail.need):
             for state in self.trails.values():
                 if state.component.kind == Recurrent.kind:
-                    gone = state.take(node, tier, state.leaving(node, tier, node.num_pages))
-                    state.pools[tier].allocator.free(gone)
-        return pages.size
+                    going.append((state, state.leaving(node, tier, node.num_pages)))
+        return going
+
+    def shed(self, trail: Trail, node: Node, tier: int, at_most: int) -> int:
+        """Let them leave; how many pages of `trail` that frees."""
+        freed = []
+        for each, at in self.leaving(trail, node, tier, at_most):
+            freed.append(each.take(node, tier, at))
+            each.pools[tier].allocator.free(freed[-1])
+        return freed[0].size
 
 
 def check_components(device: DevicePool, host: HostPool, components: Sequence[Component]) -> None:

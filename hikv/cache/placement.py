@@ -180,8 +180,8 @@ class Placement:
         """Whether a copy of what leaves of the victim `node` is on its way now; that is locked
         then."""
         if trail is not None:
-            leaving = trail.leaving(node, DEVICE, wanted)
-            done = not np.isin(trail.unsaved(node), leaving).any()
+            leaving = self.hybrid.leaving(trail, node, DEVICE, wanted)
+            done = not any(np.isin(each.unsaved(node), at).any() for each, at in leaving)
         else:
             lack = any(each.unsaved(node).size for each in self.hybrid.trails.values())
             done = node.pages[HOST] is not None and not lack
@@ -247,7 +247,7 @@ class Placement:
     def _drop(self, node: Node, tier: int, num_pages: int, trail: Trail | None) -> int:
         """Take `node` out of `tier`, or of its component about `num_pages`; how many that frees."""
         if trail is not None:
-            return self.hybrid.shed(trail, node, tier, trail.leaving(node, tier, num_pages))
+            return self.hybrid.shed(trail, node, tier, num_pages)
         pages = self.tree.drop(node, tier)
         self.free(tier, pages)
         self.hybrid.leave(node, tier)
