@@ -26,7 +26,8 @@ stops a load-back, then what stops a prefetch."""
 
 
 class TtftSplit(NamedTuple):
-    """The six parts of the time to the first token, in seconds; `None` where nobody measured."""
+    """The six parts of the time to the first token, in seconds: 0.0 where a part did not happen,
+    `None` where nobody measured."""
 
     scheduler_wait: float | None = None
     storage_query: float | None = None

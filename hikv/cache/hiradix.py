@@ -56,7 +56,11 @@ ANYONE = Namespace()
 
 
 class HiRadixCache:
-    """The façade.
+    """A prefix cache over the GPU and host memory: it finds what both hold of a prompt, locks it,
+    moves pages between the two, and gives each request a page table to compute on.
+
+    One thread owns a cache and calls every verb. Tokens are ids `[n]`, int32 unless `token_dtype`
+    says otherwise; lists, and arrays of other integers that fit, are converted.
 
     Args:
         device, host: the pools; `HostPool.beside(device, config)` makes the second.
@@ -69,12 +73,13 @@ class HiRadixCache:
         on_event: gets every `KVEvent`, in order, from `poll`.
         metrics: where to count; default a registry of its own.
         lanes: into the device tier and into the host tier; default streams, or threads on the CPU.
-        token_dtype: int32 or int64.
+        token_dtype: int32 or int64, of the ids that are kept and compared.
         clock: seconds, for the deadlines of pins.
         components: `SlidingWindow`s and `Recurrent` states that a prefix needs beside full KV.
 
-    Raises `ArgumentError` for pools of different geometry, for components that cannot be kept
-    beside them, and for settings that need storage, which this cache has none of.
+    Raises `ArgumentError` for what is no pool of its tier, for pools of different geometry, for
+    components that cannot be kept beside them, and for settings that need storage, which this cache
+    has none of.
     """
 
     def __init__(
@@ -148,6 +153,8 @@ class HiRadixCache:
         """How much of `tokens` `[n]` each tier holds, of at most `limit` tokens.
 
         Pure. Nothing is protected, so do not plan on it: `acquire` matches and locks in one step.
+        Raises `ArgumentError` for ids that do not fit `token_dtype`, a `namespace` that is none,
+        and a negative `limit`.
         """
         prompt = self.tree.as_tokens(tokens)
         return self.ledger.lengths(self.tree.match(namespace, prompt, limit), prompt.size)
@@ -159,10 +166,11 @@ class HiRadixCache:
         namespace: Namespace = ANYONE,
         limit: int | None = None,
     ) -> Request:
-        """Match, lock, and open a request; `release` or `cancel` closes it.
+        """Match `tokens` `[n]`, lock that, and open a request; `release` or `cancel` closes it.
 
         `limit`: reuse at most so many tokens; `n − 1` leaves one to compute, whose output is the
-        first new token. Raises `ArgumentError` for an `rid` that is open.
+        first new token. Raises `ArgumentError` as `match_prefix` does, for an `rid` that is open,
+        and after `close`.
         """
         prompt = self.tree.as_tokens(tokens).copy()
         return self.ledger.open(rid, namespace, prompt, limit)
@@ -203,6 +211,9 @@ class HiRadixCache:
         without regard to the threshold where they are all that is missing. Call it before
         `allocate`. The pages are the request's at once (wait for them with its `wait_layer` or
         `wait`), everyone else's once acknowledged.
+
+        Raises `ArgumentError` for a request that is not open or is past this step, and for a
+        negative `quota`; and whatever the fences or a lane raise, and nothing is loading then.
         """
         if quota is not None:
             check_count("quota", quota, remedy="pass None for all of it")
@@ -257,7 +268,9 @@ class HiRadixCache:
         go on with, and no further page enters before. Its window pages enter by themselves.
 
         Under context parallelism, pages that are not on the owners which the cached prefix gives
-        them stay private: the result says so. Raises `CopyFailed` if the load-back failed.
+        them stay private: the result says so. Raises `CopyFailed` if the load-back failed, and
+        `ArgumentError`, inserting nothing, for other tokens than the prompt's, more than the page
+        table covers, and states that are not the request's own to give.
         """
         request = self.ledger[rid]
         prompt = request.tokens
@@ -315,7 +328,8 @@ class HiRadixCache:
         """Free about `num_pages` pages of `"device"` or `"host"`; returns how many it freed.
 
         Nothing in use goes. On the GPU, what is backed up stays on the host; `placement` says what
-        becomes of the rest. `component`: free its pages instead, and leave the full KV alone.
+        becomes of the rest, and it waits for the copies that this takes. `component`: free its
+        pages instead, and leave the full KV alone. Raises `ArgumentError` for a name of neither.
         """
         if tier not in TIERS:
             raise ArgumentError(
@@ -335,7 +349,8 @@ class HiRadixCache:
     def release(self, rid: Hashable, ttft: TtftSplit | None = None) -> None:
         """Close a request: its locks go, and the pages that nobody can find. Cached pages stay.
 
-        `ttft`: what the engine has measured of its time to the first token, for the metrics.
+        `ttft`: what the engine has measured of its time to the first token, for the metrics. The
+        total is counted only when all six parts are given: 0.0 for those that did not happen.
         """
         self.metrics.record(self.explain(rid, ttft))
         self.ledger.close(self.ledger[rid])
@@ -351,7 +366,8 @@ class HiRadixCache:
     def explain(self, rid: Hashable, ttft: TtftSplit | None = None) -> Explanation:
         """Where the request's prompt was, what was loaded, and why the rest is computed.
 
-        `ttft`: what the engine has measured of its time to the first token.
+        `ttft`: what the engine has measured of its time to the first token; its total is told when
+        all six parts are given, 0.0 for those that did not happen.
         """
         request = self.ledger[rid]
         self.ledger.notice(request)
@@ -416,7 +432,7 @@ class HiRadixCache:
         check_trails(self.hybrid, self.tree, self.ledger.requests.values(), cargo)
 
     def stats(self) -> dict[str, int]:
-        """Pages by tier and state, open requests, and what was dropped, skipped or doubled."""
+        """Pages by tier and state, open requests, and what was dropped, skipped, doubled or lost."""
         now = {"open_requests": len(self.ledger.requests)}
         for tier, (name, pool) in enumerate(zip(TIERS, self.placement.pools, strict=True)):
             now[f"{name}_pages"] = pool.num_pages
