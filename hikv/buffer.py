@@ -15,6 +15,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from hikv.console import quantity
 from hikv.errors import ArgumentError, check_type
 from hikv.layout import get_layout
 from hikv.pinned import allocate_pinned
@@ -257,7 +258,8 @@ class KVBuffer:
 
     def __repr__(self) -> str:
         kind = "pinned" if self.pinned else str(self.device)
-        return f"KVBuffer({self.layout}, {self.num_pages} pages, {self.nbytes} B, {kind})"
+        pages = quantity(self.num_pages, "page")
+        return f"KVBuffer({self.layout}, {pages}, {self.nbytes} B, {kind})"
 
 
 def _layer_axes(axes: str | None, spec: KVSpec) -> list[str]:

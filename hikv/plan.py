@@ -18,19 +18,21 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
+from hikv.console import quantity
 from hikv.errors import ArgumentError, check_type
 from hikv.pages import check_disjoint, check_pages
 from hikv.region import Region
 
 MAX_VECTOR_BYTES = 16
-TILE_BYTES = 128 << 10
-"""What a CTA of the register kernel has in flight where vectors are 16 bytes."""
 
 PATH_OBSTACLES: dict[str, Callable[[CopyPlan], str | None]] = {}
 """Per path, why it cannot serve a plan here, or `None`: `hikv.transfers` fills it."""
 
 PATH_PIECES: dict[str, Callable[[CopyPlan], int]] = {}
 """Per path whose copies are not the plan's descriptors, their mean size in bytes; filled too."""
+
+PATH_CHOICE: list[Callable[[CopyPlan], str]] = []
+"""What `transfer()` takes for a plan if all is left to it, in words: filled too."""
 
 
 @dataclass(frozen=True)
@@ -188,34 +190,37 @@ class CopyPlan:
         return None
 
     def describe(self) -> str:
-        """Loops, runs, vectors, tiles, descriptors and paths for people, several lines.
+        """Loops, runs, accesses, copies, paths, and the way that `transfer()` takes if all is
+        left to it, for people, several lines.
 
-        Paths are listed once `hikv.transfer` or `hikv.plan_transfer` has been used.
+        Paths and choice are told once `hikv.transfer` or `hikv.plan_transfer` has been used.
         """
         start, stop = self.layers
         lines = [
             f"{self.direction}  {self.src!r} → {self.dst!r}",
-            f"{self.num_pages} pages, {self.nbytes} B, "
-            f"layers {start}..{stop}; {self.num_descriptors} descriptors after joining",
+            f"{quantity(self.num_pages, 'page')}, {self.nbytes} B, layers {start}..{stop}; "
+            f"{quantity(self.num_descriptors, 'copy')} for a copy engine, neighbours joined",
         ]
         for part in self.parts:
             loops = " · ".join(f"{loop.axis} {loop.size}" for loop in part.loops) or "none"
-            tiles = -(-self.num_pages * part.page_bytes // TILE_BYTES)
             lines.append(
-                f"  {part.name}: loops {loops}; row run {part.row_run} B, merged run "
-                f"{part.run_bytes} B; {part.vector_bytes}-byte vectors, {part.page_vectors} a "
-                f"page; {tiles} tiles of {TILE_BYTES >> 10} KiB"
+                f"  {part.name}: loops {loops}; runs of {part.run_bytes} B, {part.row_run} B of a "
+                f"token; {part.vector_bytes}-byte accesses, {part.page_vectors} a page"
             )
             for side, name in ((part.src, "src"), (part.dst, "dst")):
-                radix = " × ".join(map(str, side.sizes))
-                table = f", table of {side.table.size}" if side.table is not None else ""
-                lines.append(f"    {name}: radix {radix}, page stride {side.page_stride} B{table}")
+                *outer, inner = side.sizes
+                pieces = " × ".join(map(str, outer or [1]))
+                table = f", by {side.table.size} addresses" if side.table is not None else ""
+                lines.append(
+                    f"    {name}: a page is {pieces} × {inner * part.vector_bytes} B{table}, "
+                    f"pages are {side.page_stride} B apart"
+                )
         for name, obstacle in PATH_OBSTACLES.items():
             serves = "serves"
             if name in PATH_PIECES:
                 serves += f", in pieces of {PATH_PIECES[name](self)} B"
             lines.append(f"  path {name}: {obstacle(self) or serves}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {choice(self)}" for choice in PATH_CHOICE)])
 
 
 def plan_transfer(

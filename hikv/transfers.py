@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
+from hikv.console import quantity
 from hikv.device import device_info
 from hikv.errors import ArgumentError, PathUnavailable, check_type
 from hikv.handle import Transfer, keep
@@ -22,7 +23,7 @@ from hikv.kernels.relayout import PATH as REGISTERS
 from hikv.kernels.relayout_tma import PATH as TMA
 from hikv.kernels.staged import PATH as STAGED
 from hikv.kernels.submit import Path, check_stream, on_stream, upload_pages
-from hikv.plan import PATH_OBSTACLES, PATH_PIECES, CopyPlan, plan_transfer
+from hikv.plan import PATH_CHOICE, PATH_OBSTACLES, PATH_PIECES, CopyPlan, plan_transfer
 from hikv.tuning import Choice, choose, tuned
 
 PATHS: dict[str, Path] = {p.name: p for p in (REGISTERS, TMA, STAGED, COPY_ENGINE, BOXES, CPU)}
@@ -196,6 +197,18 @@ def _choose(plan: CopyPlan, path: str | None, block_quota: int | None, layerwise
         table=tuned(info) if info else None,
         piece_bytes=lambda name: piece_bytes(name, submitted),
     )
+
+
+def _told_choice(plan: CopyPlan) -> str:
+    """The way that `transfer()` takes for `plan`, or refuses it, with path and CTAs left open."""
+    choice = _choose(plan, None, None, layerwise=False)
+    if reason := obstacle(choice.path, plan):
+        return f"transfer() refuses it: {reason}"
+    ctas = f", {quantity(choice.block_quota, 'CTA')}" if PATHS[choice.path].block_quota else ""
+    return f"transfer() takes {choice.path}{ctas} ({choice.source})"
+
+
+PATH_CHOICE.append(_told_choice)
 
 
 def _launch_on_host(choice: Choice, plan: CopyPlan) -> None:

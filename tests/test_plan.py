@@ -204,17 +204,17 @@ def test_what_is_remembered_keeps_no_buffer_alive():
 # What it prints.
 
 
-def test_describe_prints_loops_runs_vectors_and_descriptors():
+def test_describe_prints_loops_runs_accesses_and_copies():
     spec = KVSpec(61, 8, 128, 64, BF16, head_group=2)
     text = plan_between("page_first_direct_group", "layer_first", spec).describe()
     assert text.splitlines()[:5] == [
         "h2h  KVBuffer(page_first_direct_group, 2 pages, 31981568 B, cpu) → "
         "KVBuffer(layer_first, 2 pages, 31981568 B, cpu)",
-        "2 pages, 31981568 B, layers 0..61; 62464 descriptors after joining",
-        "  kv: loops kv 2 · layer 61 · token 64 · group 4; row run 512 B, merged run 512 B; "
-        "16-byte vectors, 999424 a page; 244 tiles of 128 KiB",
-        "    src: radix 2 × 3904 × 4 × 32, page stride 7995392 B",
-        "    dst: radix 122 × 8192, page stride 131072 B",
+        "2 pages, 31981568 B, layers 0..61; 62464 copies for a copy engine, neighbours joined",
+        "  kv: loops kv 2 · layer 61 · token 64 · group 4; runs of 512 B, 512 B of a "
+        "token; 16-byte accesses, 999424 a page",
+        "    src: a page is 2 × 3904 × 4 × 512 B, pages are 7995392 B apart",
+        "    dst: a page is 122 × 131072 B, pages are 131072 B apart",
     ]
 
 
@@ -222,14 +222,28 @@ def test_describe_says_which_paths_serve_and_why_the_others_cannot():
     spec = next(head_specs(BF16))
     src, dst = KVBuffer.empty(spec, "layer_first", 2), KVBuffer.empty(spec, "page_first", 2)
     lines = hikv.plan_transfer(src, dst, [0], [1]).describe().splitlines()
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         "  path sm: neither side is on a GPU",
         "  path tma: neither side is on a GPU",
         "  path staged: it crosses between host and GPU, and this copy is h2h",
         "  path ce: neither side is on a GPU",
         "  path ce3d: neither side is on a GPU",
         "  path cpu: serves",
+        "  transfer() takes cpu (default)",
     ]
+
+
+def test_describe_says_what_transfer_takes_or_why_it_refuses():
+    spec = KVSpec(2, 4, 16, 8, BF16)
+    gpu = KVBuffer.empty(spec, "layer_first", 4, device="meta")
+    memory = torch.empty(spec.bytes_per_page, dtype=torch.uint8)
+
+    def last(layout: str, pinned: bool) -> str:
+        host = KVBuffer.from_tensor(memory, spec, layout, pinned=pinned)
+        return hikv.plan_transfer(host, gpu, [0], [3]).describe().splitlines()[-1]
+
+    assert last("page_first", True) == "  transfer() takes sm, 2 CTAs (default)"
+    assert last("page_first", False) == "  transfer() refuses it: src is pageable host memory"
 
 
 def test_describe_says_how_large_the_pieces_of_a_path_are(monkeypatch):
@@ -250,8 +264,10 @@ def test_describe_counts_the_entries_of_a_table_and_the_layers_moved():
     plan = plan_transfer(
         engine.buffer, KVBuffer.empty(spec, "page_first", 2), [0], [1], layers=(1, 3)
     )
-    assert "layers 1..3" in plan.describe()
-    assert "table of 4" in plan.describe()
+    lines = plan.describe().splitlines()
+    assert lines[1].startswith("1 page, ")
+    assert "layers 1..3" in lines[1]
+    assert "B, by 4 addresses, pages are" in lines[3]
 
 
 # Decoding. A kernel knows a side only as radix, strides and table; here that is all there is too.
