@@ -78,6 +78,11 @@ def test_buffers_of_one_pool_have_the_same_pages() -> None:
         DevicePool({**device_pool().buffers, "odd": odd})
     with pytest.raises(ArgumentError, match="none"):
         DevicePool({})
+    for tensors in (torch.zeros(4), {"kv": torch.zeros(4)}):
+        with pytest.raises(ArgumentError, match="buffer 'kv': expected a KVBuffer, got Tensor"):
+            DevicePool(tensors)
+    with pytest.raises(ArgumentError, match="device_pool: expected a DevicePool, got KVBuffer"):
+        HostPool.beside(odd)
     with pytest.raises(ArgumentError, match="owner below num_owners"):
         DevicePool(odd, num_owners=2, owner=2)
 

@@ -432,7 +432,7 @@ class HiRadixCache:
         check_trails(self.hybrid, self.tree, self.ledger.requests.values(), cargo)
 
     def stats(self) -> dict[str, int]:
-        """Pages by tier and state, open requests, and what was dropped, skipped, doubled or lost."""
+        """Pages by tier and state, open requests; what was dropped, skipped, doubled or lost."""
         now = {"open_requests": len(self.ledger.requests)}
         for tier, (name, pool) in enumerate(zip(TIERS, self.placement.pools, strict=True)):
             now[f"{name}_pages"] = pool.num_pages

@@ -52,7 +52,9 @@ class PagePool:
 
         Raises `ArgumentError`.
         """
-        named = {"kv": buffers} if isinstance(buffers, KVBuffer) else dict(buffers)
+        named = dict(buffers) if isinstance(buffers, Mapping) else {"kv": buffers}
+        for name, buffer in named.items():
+            check_type(f"buffer {name!r}", buffer, KVBuffer, remedy="see it by KVBuffer.from_…")
         facts = {(b.num_pages, b.spec.page_size, b.device) for b in named.values()}
         if len(facts) != 1:
             raise ArgumentError(
@@ -159,6 +161,7 @@ class HostPool(PagePool):
         than one page, and `ArgumentError` for a draft that cannot be kept as declared. Nothing is
         allocated then.
         """
+        check_type("device_pool", device_pool, DevicePool, remedy="make one of its buffers")
         config = (config or HiCacheConfig()).normalized()
         page_bytes, owners = device_pool.bytes_per_page, device_pool.num_owners
         available = (pinned_budget() if budget is None else budget).available_bytes
