@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from hikv.buffer import KVBuffer
 from hikv.device import DeviceInfo, device_info, disturbances, probe_failure
-from hikv.errors import PathUnavailable
+from hikv.errors import Unavailable
 from hikv.kernels.submit import warp_size
 from hikv.measure import (
     Candidate,
@@ -85,16 +85,15 @@ class GpuBench:
     def of_gpu(cls) -> GpuBench:
         """Torch's current GPU.
 
-        Raises `PathUnavailable` without one, and inside a graph capture, which a timing would end.
+        Raises `Unavailable` without one, and inside a graph capture, which a timing would end.
         """
         info = device_info()
         if info is None:
-            raise PathUnavailable(
-                "gpu", str(probe_failure()), remedy="run where torch sees a GPU, or --simulate one"
-            )
+            remedy = "run where torch sees a GPU, or --simulate one"
+            raise Unavailable("a GPU", str(probe_failure()), remedy=remedy)
         if torch.cuda.is_current_stream_capturing():
-            raise PathUnavailable(
-                "gpu",
+            raise Unavailable(
+                "the GPU",
                 "the current stream is being captured into a graph",
                 remedy="tune before the capture, in a process of its own",
             )

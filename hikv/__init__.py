@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         HikvError,
         InvariantError,
         PathUnavailable,
+        Unavailable,
     )
     from hikv.handle import Transfer
     from hikv.layout import list_layouts
@@ -56,6 +57,7 @@ _HOMES = {
     "Recurrent": "hikv.cache.components",
     "SlidingWindow": "hikv.cache.components",
     "Transfer": "hikv.handle",
+    "Unavailable": "hikv.errors",
     "device_info": "hikv.device",
     "list_layouts": "hikv.layout",
     "pages_of_slots": "hikv.pages",
@@ -83,6 +85,7 @@ __all__ = [
     "Recurrent",
     "SlidingWindow",
     "Transfer",
+    "Unavailable",
     "device_info",
     "list_layouts",
     "pages_of_slots",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hikv.errors import DriverError, PathUnavailable
+from hikv.errors import DriverError, Unavailable
 
 
 class CudaDriver:
@@ -55,13 +55,13 @@ def cuda_driver() -> CudaDriver:
     """The initialised driver library of this machine.
 
     Raises:
-        PathUnavailable: there is no NVIDIA driver.
+        Unavailable: there is no NVIDIA driver.
         DriverError: `cuInit` fails.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise PathUnavailable("cuda", str(error), remedy="install the NVIDIA driver") from error
+        raise Unavailable("CUDA", str(error), remedy="install the NVIDIA driver") from error
     driver = CudaDriver(library)
     driver.call("cuInit", ctypes.c_uint(0))
     return driver

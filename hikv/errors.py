@@ -24,15 +24,26 @@ class ArgumentError(HikvError, ValueError):
         super().__init__(f"{argument}: expected {expected}, got {got}; {remedy}")
 
 
-class PathUnavailable(HikvError, RuntimeError):
+class Unavailable(HikvError, RuntimeError):
+    """This machine lacks something or cannot use it now: a GPU, its driver, pinned memory, a path.
+
+    Attributes: `what` (for example `"pinned memory"`), `reason` and `remedy`.
+    """
+
+    def __init__(self, what: str, reason: str, *, remedy: str) -> None:
+        self.what, self.reason, self.remedy = what, reason, remedy
+        super().__init__(f"{what} is unavailable: {reason}; {remedy}")
+
+
+class PathUnavailable(Unavailable):
     """A transfer path cannot serve this plan or cannot run on this machine.
 
-    Attributes: `path` (for example `"tma"`), `reason` and `remedy`.
+    Attributes: `path` (for example `"tma"`) beside those of `Unavailable`.
     """
 
     def __init__(self, path: str, reason: str, *, remedy: str) -> None:
-        self.path, self.reason, self.remedy = path, reason, remedy
-        super().__init__(f"path {path!r} is unavailable: {reason}; {remedy}")
+        self.path = path
+        super().__init__(f"path {path!r}", reason, remedy=remedy)
 
 
 class CapacityError(HikvError, MemoryError):

@@ -28,7 +28,7 @@ import torch
 from hikv.device import device_info, numa_mismatch, probe_failure
 from hikv.driver import CudaHostRegistry, cuda_driver
 from hikv.env import read_env
-from hikv.errors import ArgumentError, CapacityError, DriverError, PathUnavailable
+from hikv.errors import ArgumentError, CapacityError, DriverError, Unavailable
 from hikv.host_memory import (
     OS_PAGE,
     PROC,
@@ -71,7 +71,7 @@ class Registry(Protocol):
 @functools.cache
 def _default_registry() -> CudaHostRegistry:
     if reason := probe_failure():
-        raise PathUnavailable("pinned", reason, remedy="run where torch sees an NVIDIA GPU")
+        raise Unavailable("pinned memory", reason, remedy="run where torch sees an NVIDIA GPU")
     return CudaHostRegistry(cuda_driver(), torch.cuda.current_device())
 
 
@@ -200,7 +200,7 @@ def allocate_pinned(
             stays mapped or registered, and no smaller size is tried.
         DriverError: the driver refuses for another reason. After a refusal by the driver every
             later call in this process fails too: some platforms do not recover.
-        PathUnavailable: no `register` was given and there is no NVIDIA GPU.
+        Unavailable: no `register` was given and there is no NVIDIA GPU.
     """
     if prefault_threads is None:
         prefault_threads = min(16, len(os.sched_getaffinity(0)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hikv.device import device_info, probe_failure
-from hikv.errors import PathUnavailable
+from hikv.errors import Unavailable
 from hikv.spec import KVSpec
 
 from .case import DTYPES, positive, positives
@@ -66,7 +66,8 @@ def work_of(args: argparse.Namespace, num_ranks: int) -> Work:
         spec = KVSpec(args.layers, 1, args.mla, args.page, torch.uint8, latent=True)
     backend = args.backend or ("p2p" if device_info() is not None else "host")
     if backend != "host" and device_info() is None:
-        raise PathUnavailable(backend, str(probe_failure()), remedy="use --backend host")
+        what, reason = f"back end {backend!r}", str(probe_failure())
+        raise Unavailable(what, reason, remedy="use --backend host")
     if backend == "host":
         work = Work(spec, args.tokens or TOKENS["cpu"], args.rounds)
         # The pools hold twice the prefix; every rank gathers two layers, and one more by the rival.

@@ -17,7 +17,7 @@ import torch
 from hikv.buffer import KVBuffer
 from hikv.device import DeviceInfo, device_info, probe_failure
 from hikv.doctor import examine
-from hikv.errors import PathUnavailable
+from hikv.errors import Unavailable
 from hikv.kernels.relayout import PATH as REGISTERS
 from hikv.kernels.relayout import Config
 from hikv.measure import (
@@ -76,11 +76,11 @@ class Machine:
 
     @classmethod
     def of_gpu(cls) -> Machine:
-        """Torch's current GPU; raises `PathUnavailable` where there is none."""
+        """Torch's current GPU; raises `Unavailable` where there is none."""
         info = device_info()
         if info is None:
             remedy = "run where torch sees a GPU"
-            raise PathUnavailable("gpu", str(probe_failure()), remedy=remedy)
+            raise Unavailable("a GPU", str(probe_failure()), remedy=remedy)
         device = torch.device("cuda", info.index)
         return cls(device, GpuClock(device), info, COLD_BYTES)
 

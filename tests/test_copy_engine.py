@@ -24,7 +24,7 @@ from stub_driver import CONTEXT, STREAM, Stream, balanced
 
 from hikv.buffer import KVBuffer
 from hikv.driver import CudaDriver, CudaHostRegistry
-from hikv.errors import DriverError, PathUnavailable
+from hikv.errors import DriverError, PathUnavailable, Unavailable
 from hikv.host_memory import Budget
 from hikv.kernels.copy_engine import copy_engine, descriptors, launch, split_at_borders, unavailable
 from hikv.kernels.memcpy import BATCH, Descriptors
@@ -255,7 +255,7 @@ def test_unreachable_memory_is_named(monkeypatch):
 
 def test_a_machine_without_the_driver_says_why(monkeypatch):
     def missing():
-        raise PathUnavailable("cuda", "libcuda.so.1: not found", remedy="install the driver")
+        raise Unavailable("CUDA", "libcuda.so.1: not found", remedy="install the driver")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert unavailable() == "torch sees no GPU"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessContext
 
-from hikv.errors import CapacityError, GatherError, PathUnavailable
+from hikv.errors import CapacityError, GatherError, Unavailable
 from hikv.spec import KVSpec
 from perf import gather, gather_ranks
 from perf.gather_places import Host, Work, filled_pool, pattern
@@ -115,7 +115,7 @@ def test_ranks_that_were_refused_have_a_reason_and_no_figure(capsys, monkeypatch
 def test_a_back_end_of_gpus_needs_one(monkeypatch):
     monkeypatch.setattr(gather, "device_info", lambda: None)
     monkeypatch.setattr(gather, "probe_failure", lambda: "no GPU")
-    with pytest.raises(PathUnavailable, match="no GPU"):
+    with pytest.raises(Unavailable, match=r"^back end 'p2p' is unavailable: no GPU"):
         gather.run(parsed("--backend", "p2p"))
 
 

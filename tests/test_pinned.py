@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hikv import device, pinned
-from hikv.errors import ArgumentError, CapacityError, DriverError, PathUnavailable
+from hikv.errors import ArgumentError, CapacityError, DriverError, Unavailable
 from hikv.host_memory import OS_PAGE, Budget, map_touched
 
 MIB = 1 << 20
@@ -337,7 +337,7 @@ def test_tightest_bound_wins(monkeypatch):
 def test_without_a_gpu_the_default_registry_says_why(monkeypatch):
     monkeypatch.setattr(pinned, "probe_failure", lambda: "torch 9 is a CPU build")
     pinned._default_registry.cache_clear()
-    with pytest.raises(PathUnavailable, match="torch 9 is a CPU build"):
+    with pytest.raises(Unavailable, match="pinned memory is unavailable: torch 9 is a CPU build"):
         allocate(MIB, MIB, register=None)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hikv.buffer import KVBuffer
-from hikv.errors import DriverError, PathUnavailable
+from hikv.errors import DriverError, PathUnavailable, Unavailable
 from hikv.kernels.memcpy import (
     BoxCopies,
     Descriptors,
@@ -112,7 +112,7 @@ def unavailable() -> str | None:
         return "torch sees no GPU"
     try:
         memcpy_driver()
-    except (PathUnavailable, DriverError) as error:
+    except (Unavailable, DriverError) as error:
         return str(error)
     return None
 
