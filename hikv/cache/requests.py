@@ -85,10 +85,10 @@ class AdmissionCost(NamedTuple):
 class InsertResult(NamedTuple):
     """What `insert` did.
 
-    `pages`: the request's page table, rewritten to the canonical pages. `inserted_len`: tokens that
-    others can find now. `duplicates`: pages of the request that gave way to pages already there,
-    and are free again; `doubled` those of each component. `private`: why nothing was inserted, or
-    `None`; the pages stay the request's own.
+    `pages`: the request's page table, rewritten to the canonical pages. `inserted_len`: tokens
+    whose full KV others can find now; components may serve less. `duplicates`: pages of the request
+    that gave way to pages already there, and are free again; `doubled` those of each component.
+    `private`: why nothing was inserted, or `None`; the pages stay the request's own.
     """
 
     pages: PageIds
