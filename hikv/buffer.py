@@ -162,7 +162,7 @@ class KVBuffer:
                 "v_layers",
                 expected="None for latent rows" if spec.latent else "one V tensor per layer",
                 got="None" if v_layers is None else f"{len(v_layers)} tensors",
-                remedy="pass the lists that the spec's rows need",
+                remedy="pass K and V, or KVSpec(latent=True) for single rows",
             )
         lists = [list(k_layers)] if v_layers is None else [list(k_layers), list(v_layers)]
         read = _read_lists(lists, order, spec)

@@ -63,6 +63,9 @@ def _positive(environ: Mapping[str, str], name: str) -> int | None:
         return None
     if not text.isdecimal() or int(text) == 0:
         raise ArgumentError(
-            name, expected="a positive whole number of bytes", got=repr(text), remedy="correct it"
+            name,
+            expected="a positive whole number of bytes",
+            got=repr(text),
+            remedy=f"write digits alone, {64 << 30} for 64 GiB, or unset it",
         )
     return int(text)

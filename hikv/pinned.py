@@ -247,17 +247,19 @@ def chunk_borders(nbytes: int, page_bytes: int, chunk_bytes: int) -> np.ndarray:
 def _check_arguments(
     nbytes: int, page_bytes: int, numa_node: int | None, chunk_bytes: int, threads: int
 ) -> None:
-    def require(fits: bool, argument: str, got: object, expected: str) -> None:
+    def require(fits: bool, argument: str, got: object, expected: str, remedy: str) -> None:
         if not fits:
-            raise ArgumentError(argument, expected=expected, got=got, remedy="correct it")
+            raise ArgumentError(argument, expected=expected, got=got, remedy=remedy)
 
-    require(page_bytes >= 1, "page_bytes", page_bytes, "at least 1")
+    require(page_bytes >= 1, "page_bytes", page_bytes, "at least 1", "pass the bytes of a KV page")
     whole = nbytes >= 1 and nbytes % page_bytes == 0
-    require(whole, "nbytes", nbytes, f"a positive multiple of page_bytes={page_bytes}")
-    holds = chunk_bytes >= page_bytes
-    require(holds, "chunk_bytes", chunk_bytes, f"at least page_bytes={page_bytes}")
-    require(numa_node is None or numa_node >= 0, "numa_node", numa_node, "0 or more, or None")
-    require(threads >= 1, "prefault_threads", threads, "at least 1")
+    pages = f"a positive multiple of page_bytes={page_bytes}"
+    require(whole, "nbytes", nbytes, pages, "pass num_pages * page_bytes")
+    holds, least = chunk_bytes >= page_bytes, f"at least page_bytes={page_bytes}"
+    require(holds, "chunk_bytes", chunk_bytes, least, "raise it to a page, or leave it out")
+    node = numa_node is None or numa_node >= 0
+    require(node, "numa_node", numa_node, "0 or more, or None", "pass None for the GPU's own node")
+    require(threads >= 1, "prefault_threads", threads, "at least 1", "leave it out for the default")
 
 
 def _check_capacity(nbytes: int, budget: Budget) -> None:

@@ -303,18 +303,20 @@ def _check_fences(after: Fence | Iterable[Fence] | None) -> list[Fence]:
         return []
     fences = [after] if isinstance(after, (torch.cuda.Stream, torch.cuda.Event)) else after
     listed = list(fences) if isinstance(fences, Iterable) else [fences]
-    for fence in listed:
+    for i, fence in enumerate(listed):
+        name = "after" if fence is after else f"after[{i}]"
         if not isinstance(fence, (torch.cuda.Stream, torch.cuda.Event)):
+            several = ", several of them, or None" if fence is after else ""
             raise ArgumentError(
-                "after",
-                expected="a torch.cuda.Stream or Event, several of them, or None",
+                name,
+                expected=f"a torch.cuda.Stream or Event{several}",
                 got=repr(fence),
                 remedy="pass what the source's producer and the destination's last user ran on",
             )
         # torch makes the GPU's event when it is recorded; waiting for one before waits for nothing.
         if isinstance(fence, torch.cuda.Event) and not fence.cuda_event:
             raise ArgumentError(
-                "after",
+                name,
                 expected="an event that was recorded",
                 got="one that no stream has recorded yet",
                 remedy="call event.record(stream) after the work it stands for, then transfer()",

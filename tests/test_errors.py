@@ -346,9 +346,15 @@ def test_a_refusal_names_argument_expected_got_and_remedy(refusal):
     assert error.argument == refusal.argument
     assert refusal.expected in error.expected
     assert refusal.got in error.got
-    assert len(error.remedy.split()) > 1
+    assert len(error.remedy.split()) > 2, "a remedy says how"
     for part in (error.argument, error.expected, error.got, error.remedy):
         assert part in str(error)
+
+
+def test_a_stacked_pool_without_v_is_told_both_ways_out():
+    with pytest.raises(ArgumentError) as caught:
+        KVBuffer.from_layers(torch.zeros(2, 12, 4, 8, dtype=BF16), None, SPEC)
+    assert caught.value.remedy == "pass K and V, or KVSpec(latent=True) for single rows"
 
 
 @pytest.mark.parametrize("module", [spec, layout, region, buffer, pages, plan, env])

@@ -166,18 +166,18 @@ def test_size_must_be_whole_pages(nbytes):
 
 
 @pytest.mark.parametrize(
-    ("argument", "options"),
+    ("argument", "options", "remedy"),
     [
-        ("page_bytes", {"page_bytes": 0}),
-        ("chunk_bytes", {"chunk_bytes": MIB - 1}),
-        ("numa_node", {"numa_node": -1}),
-        ("prefault_threads", {"prefault_threads": 0}),
+        ("page_bytes", {"page_bytes": 0}, "pass the bytes of a KV page"),
+        ("chunk_bytes", {"chunk_bytes": MIB - 1}, "raise it to a page, or leave it out"),
+        ("numa_node", {"numa_node": -1}, "pass None for the GPU's own node"),
+        ("prefault_threads", {"prefault_threads": 0}, "leave it out for the default"),
     ],
 )
-def test_bad_arguments_are_named(argument, options):
+def test_bad_arguments_are_named(argument, options, remedy):
     with pytest.raises(ArgumentError) as caught:
         allocate(MIB, **{"page_bytes": MIB} | options)
-    assert caught.value.argument == argument
+    assert (caught.value.argument, caught.value.remedy) == (argument, remedy)
 
 
 def test_beyond_the_budget_is_refused_before_mapping(monkeypatch):
