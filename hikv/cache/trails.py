@@ -41,11 +41,11 @@ class TrailLock:
 
 
 class Trail:
-    """One component beside the tree.
+    """What one component keeps along the paths of the tree, of which a boundary needs the trailing
+    `need` entries.
 
-    `need` entries before a boundary make it usable. `evictable` counts, per tier, the entries that
-    no lock covers; they leave in the order of their last use, a host copy of what is still on the
-    GPU first.
+    `evictable` counts, per tier, the entries that no lock covers; they leave in the order of their
+    last use, a host copy of what is still on the GPU first.
     """
 
     def __init__(self, component: Component, page_size: int) -> None:
