@@ -15,7 +15,7 @@ PYTEST := $(RUN) -m pytest -q
 
 .PHONY: installed table test lint test-cpu test-interpret test-aot test-compile test-gpu bench clean
 
-table: $(READY) ## the CTA bandwidth table: measured on a GPU, predicted without one
+table: $(READY) ## the CTA bandwidth table: measured on a GPU, upper bounds by a model without one
 	$(RUN) -m perf cta
 
 test: lint test-gpu test-interpret test-aot test-cpu ## every check that this machine can run
