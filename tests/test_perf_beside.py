@@ -55,7 +55,7 @@ def test_without_a_gpu_it_is_refused_in_one_line(command, capsys):
     assert main([command]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"python -m perf {command}: path 'gpu' is unavailable: torch")
+    assert printed.err.startswith(f"python -m perf {command}: a GPU is unavailable: torch")
     assert printed.err.count("\n") == 1
 
 

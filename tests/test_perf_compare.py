@@ -72,7 +72,7 @@ def test_without_a_gpu_it_is_refused_in_one_line(capsys):
     assert main(["compare"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("python -m perf compare: path 'gpu' is unavailable: torch")
+    assert printed.err.startswith("python -m perf compare: a GPU is unavailable: torch")
     assert printed.err.count("\n") == 1
 
 
