@@ -40,10 +40,12 @@ class Ledger:
 
     def lengths(self, match: Match, prompt_len: int) -> Lengths:
         """What is usable of a prompt of which `match` is cached."""
-        ready, whole = self.hybrid.usable(match)
-        page = self.tree.page_size
-        ready *= page
-        return Lengths(ready, whole.pages * page - ready, 0, None, prompt_len - ready)
+        ready, beyond = match.device_len, match.host_len
+        if self.hybrid.trails:
+            held, whole = self.hybrid.usable(match)
+            ready = held * self.tree.page_size
+            beyond = whole.pages * self.tree.page_size - ready
+        return Lengths(ready, beyond, 0, None, prompt_len - ready)
 
     def open(
         self, rid: Hashable, namespace: Namespace, prompt: Tokens, limit: int | None
