@@ -25,6 +25,9 @@ from hikv.region import Region
 
 MAX_VECTOR_BYTES = 16
 
+TILE_BYTES = 128 << 10
+"""What a CTA of the register kernel has in flight where vectors are 16 bytes."""
+
 PATH_OBSTACLES: dict[str, Callable[[CopyPlan], str | None]] = {}
 """Per path, why it cannot serve a plan here, or `None`: `hikv.transfers` fills it."""
 
@@ -190,8 +193,8 @@ class CopyPlan:
         return None
 
     def describe(self) -> str:
-        """Loops, runs, accesses, copies, paths, and the way that `transfer()` takes if all is
-        left to it, for people, several lines.
+        """Loops, runs, vectors, tiles, descriptors, paths, and the way that `transfer()` takes if
+        all is left to it, for people, several lines.
 
         Paths and choice are told once `hikv.transfer` or `hikv.plan_transfer` has been used.
         """
@@ -199,14 +202,18 @@ class CopyPlan:
         lines = [
             f"{self.direction}  {self.src!r} → {self.dst!r}",
             f"{quantity(self.num_pages, 'page')}, {self.nbytes} B, layers {start}..{stop}; "
-            f"{quantity(self.num_descriptors, 'copy')} for a copy engine, neighbours joined",
+            f"{quantity(self.num_descriptors, 'descriptor')} for a copy engine, neighbours joined",
         ]
         for part in self.parts:
             loops = " · ".join(f"{loop.axis} {loop.size}" for loop in part.loops) or "none"
-            lines.append(
-                f"  {part.name}: loops {loops}; runs of {part.run_bytes} B, {part.row_run} B of a "
-                f"token; {part.vector_bytes}-byte accesses, {part.page_vectors} a page"
-            )
+            tiles = -(-self.num_pages * part.page_bytes // TILE_BYTES)
+            lines += [
+                f"  {part.name}: loops {loops}; {part.vector_bytes}-byte vectors, "
+                f"{part.page_vectors} a page; {quantity(tiles, 'tile')} of {TILE_BYTES >> 10} KiB, "
+                "what a CTA has in flight",
+                f"    row run {part.row_run} B, what stays together of a token; merged run "
+                f"{part.run_bytes} B, the longest stretch on both sides",
+            ]
             for side, name in ((part.src, "src"), (part.dst, "dst")):
                 *outer, inner = side.sizes
                 pieces = " × ".join(map(str, outer or [1]))

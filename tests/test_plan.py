@@ -204,15 +204,17 @@ def test_what_is_remembered_keeps_no_buffer_alive():
 # What it prints.
 
 
-def test_describe_prints_loops_runs_accesses_and_copies():
+def test_describe_prints_loops_runs_vectors_tiles_and_descriptors():
     spec = KVSpec(61, 8, 128, 64, BF16, head_group=2)
     text = plan_between("page_first_direct_group", "layer_first", spec).describe()
-    assert text.splitlines()[:5] == [
+    assert text.splitlines()[:6] == [
         "h2h  KVBuffer(page_first_direct_group, 2 pages, 31981568 B, cpu) → "
         "KVBuffer(layer_first, 2 pages, 31981568 B, cpu)",
-        "2 pages, 31981568 B, layers 0..61; 62464 copies for a copy engine, neighbours joined",
-        "  kv: loops kv 2 · layer 61 · token 64 · group 4; runs of 512 B, 512 B of a "
-        "token; 16-byte accesses, 999424 a page",
+        "2 pages, 31981568 B, layers 0..61; 62464 descriptors for a copy engine, neighbours joined",
+        "  kv: loops kv 2 · layer 61 · token 64 · group 4; 16-byte vectors, 999424 a page; 244 tiles "
+        "of 128 KiB, what a CTA has in flight",
+        "    row run 512 B, what stays together of a token; merged run 512 B, the longest stretch on "
+        "both sides",
         "    src: a page is 2 × 3904 × 4 × 512 B, pages are 7995392 B apart",
         "    dst: a page is 122 × 131072 B, pages are 131072 B apart",
     ]
@@ -267,7 +269,7 @@ def test_describe_counts_the_entries_of_a_table_and_the_layers_moved():
     lines = plan.describe().splitlines()
     assert lines[1].startswith("1 page, ")
     assert "layers 1..3" in lines[1]
-    assert "B, by 4 addresses, pages are" in lines[3]
+    assert "B, by 4 addresses, pages are" in lines[4]
 
 
 # Decoding. A kernel knows a side only as radix, strides and table; here that is all there is too.
