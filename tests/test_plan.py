@@ -211,10 +211,10 @@ def test_describe_prints_loops_runs_vectors_tiles_and_descriptors():
         "h2h  KVBuffer(page_first_direct_group, 2 pages, 31981568 B, cpu) → "
         "KVBuffer(layer_first, 2 pages, 31981568 B, cpu)",
         "2 pages, 31981568 B, layers 0..61; 62464 descriptors for a copy engine, neighbours joined",
-        "  kv: loops kv 2 · layer 61 · token 64 · group 4; 16-byte vectors, 999424 a page; 244 tiles "
-        "of 128 KiB, what a CTA has in flight",
-        "    row run 512 B, what stays together of a token; merged run 512 B, the longest stretch on "
-        "both sides",
+        "  kv: loops kv 2 · layer 61 · token 64 · group 4; 16-byte vectors, 999424 a page; "
+        "244 tiles of 128 KiB, what a CTA has in flight",
+        "    row run 512 B, what stays together of a token; merged run 512 B, the longest stretch "
+        "on both sides",
         "    src: a page is 2 × 3904 × 4 × 512 B, pages are 7995392 B apart",
         "    dst: a page is 122 × 131072 B, pages are 131072 B apart",
     ]
