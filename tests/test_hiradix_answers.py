@@ -247,3 +247,12 @@ def test_room_for_the_output_is_asked_for_with_the_prompt() -> None:
             call("r", -1)
     cache.allocate("r", 16)
     assert cache.admission_cost("r").pages == {"kv": 0}
+
+
+@pytest.mark.parametrize("limits", [(-1, 0), (0, 1.5)])
+def test_a_poll_takes_counts(limits) -> None:
+    cache = small_cache(1, 8, 8)
+    serve(cache, [1, 2, 3])
+    with pytest.raises(ArgumentError, match=r"limits\[\d\]: expected a whole number, 0 or more"):
+        cache.poll(limits)
+    assert cache.stats()["host_copies_in_flight"] == 1, "nothing was acknowledged"

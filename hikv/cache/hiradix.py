@@ -133,8 +133,11 @@ class HiRadixCache:
 
         Call it once a tick, first. `limits`: exactly so many load-backs and backups, as ranks
         agreed; it waits for those that are not done here. `None` takes what `ready()` counts.
+        Raises `ArgumentError` for limits that are no counts.
         """
         loads, backups = self.ready() if limits is None else limits
+        for name, count in (("limits[0]", loads), ("limits[1]", backups)):
+            check_count(name, count, remedy="pass what ready() counts, or its minimum over ranks")
         backed_up = self.placement.acknowledge_backups(backups)
         loaded = self.loader.acknowledge(loads)
         self.tree.expire_pins()
