@@ -112,7 +112,7 @@ def build(group, spec=MHA, **options):
     return ZeroSMGather(pool, shards, group, **options)
 
 
-def all_raise(answers, message):
+def assert_all_raise(answers, message):
     """Every rank raised one and the same error, which begins with `message`."""
     assert {type(answer) for answer in answers} == {GatherError}
     assert len({str(answer) for answer in answers}) == 1
@@ -214,7 +214,9 @@ def test_a_rank_that_lacks_a_capability_stops_all_before_anything_is_made(
     monkeypatch.setattr(nccl.NcclBackend, "export", lambda *pool: exported.append(pool))
     world.obstacles[lacking] = "NCCL is 2.27.3, and has a zero-CTA policy from 2.28 on"
     answers = world.of(2).threads.run(build)
-    all_raise(answers, f"back end 'nccl' cannot serve the group (rank {lacking}: NCCL is 2.27.3")
+    assert_all_raise(
+        answers, f"back end 'nccl' cannot serve the group (rank {lacking}: NCCL is 2.27.3"
+    )
     assert [fake.calls for fake in world.collectives] == [[], []]
     assert exported == [], "what a process shares it may never get back"
 
@@ -244,7 +246,7 @@ def test_a_step_that_fails_on_one_rank_stops_all_before_the_next(world, step):
         "allocate": "no symmetric memory",
         "bytes": "the rehearsal of blocks of 1 pages brought other bytes than were sent",
     }.get(step, f"{step} failed")
-    all_raise(answers, f"back end 'nccl' cannot serve the group (rank 1: {told}")
+    assert_all_raise(answers, f"back end 'nccl' cannot serve the group (rank 1: {told}")
     made = {"allocate": [], "open": ["open"], "register": ["open", "register"]}
     for fake in world.collectives:
         steps = list(dict.fromkeys(call for call in fake.calls if isinstance(call, str)))
@@ -262,16 +264,20 @@ def test_gpus_must_be_one_a_rank_and_in_reach(world, monkeypatch):
         )
 
     answers = world.of(2).threads.run(on_one_gpu)
-    all_raise(answers, "back end 'nccl' cannot serve the group (rank 0: ranks 0 and 1 are both on")
+    assert_all_raise(
+        answers, "back end 'nccl' cannot serve the group (rank 0: ranks 0 and 1 are both on"
+    )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda near, far: near == 0)
     answers = world.of(2).threads.run(build)
-    all_raise(answers, "back end 'nccl' cannot serve the group (rank 1: GPU 1 cannot reach the mem")
+    assert_all_raise(
+        answers, "back end 'nccl' cannot serve the group (rank 1: GPU 1 cannot reach the mem"
+    )
 
 
 def test_a_kernel_seen_on_one_rank_is_refused_on_all(world):
     world.seen[1] = [*COPIES, KERNEL, KERNEL]
     answers = world.of(2).threads.run(build)
-    all_raise(
+    assert_all_raise(
         answers,
         "back end 'nccl' cannot serve the group (rank 1: NCCL, asked to use no SM, launched "
         f"{KERNEL}; gather by p2p, or allow it with allow_sm=True)",
@@ -305,12 +311,16 @@ def test_ranks_that_allow_different_things_do_not_meet(world):
 def test_a_profiler_that_sees_nothing_proves_nothing(world):
     world.fails[1] = "sight"  # after the first copy, which it saw
     answers = world.of(2).threads.run(build)
-    all_raise(answers, "back end 'nccl' cannot serve the group (rank 1: torch's profiler sees no")
+    assert_all_raise(
+        answers, "back end 'nccl' cannot serve the group (rank 1: torch's profiler sees no"
+    )
     world.fails.clear()
     world.collectives.clear()
     world.seen[0] = []
     answers = world.of(2).threads.run(build)
-    all_raise(answers, "back end 'nccl' cannot serve the group (rank 0: torch's profiler sees no")
+    assert_all_raise(
+        answers, "back end 'nccl' cannot serve the group (rank 0: torch's profiler sees no"
+    )
     assert [fake.calls for fake in world.collectives] == [["close"], ["close"]]
 
 
@@ -320,7 +330,9 @@ def test_a_group_that_torch_does_not_know_is_refused(world):
         return build(group)
 
     answers = world.of(2).threads.run(body)
-    all_raise(answers, "back end 'nccl' cannot serve the group (rank 0: its group does not say")
+    assert_all_raise(
+        answers, "back end 'nccl' cannot serve the group (rank 0: its group does not say"
+    )
 
 
 def test_scratch_without_room_for_a_block_gathers_chunks_alone(world):
